@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from capture.file_format.micro_batch import IGNORED_LABEL, LOSS_GRADIENTS, LOSS_MISFIT, LOSS_TARGETS
+from capture.record.optimizer_hooks import find_loss_scale
 from capture.record.rng_and_outputs import find_sampled_positions
 
 
@@ -26,7 +27,8 @@ def watch_logits(
 ) -> None:
     """Call `on_gradient` in the job's backward, with what is noted of the pass; `on_error` if that cannot be computed.
 
-    Where a job differentiates the same logits twice, LOSS_MISFIT of the second note is nan, and a later note counts.
+    Where a job differentiates the same logits twice, LOSS_MISFIT of the second note is nan, and a later note counts. A
+    GradScaler's factor is taken out again, as the scaler takes it out of the parameters' gradients.
     """
     rows_N, _, before_N = find_sampled_positions(ids_BS.shape[0], ids_BS.shape[1], logits_BSV.device)
     # The job may let go of its logits before the backward. These few are kept until then.
@@ -40,7 +42,10 @@ def watch_logits(
         gradient_BSV = gradient_BSV.detach()
         try:
             misfit = compute_misfit(gradient_BSV[rows_N, before_N], sampled_NV)
-            on_gradient({**compute_targets(gradient_BSV, ids_BS), LOSS_MISFIT: misfit})
+            targets = compute_targets(gradient_BSV, ids_BS)
+            if (scale := find_loss_scale()) is not None:
+                targets[LOSS_GRADIENTS] = targets[LOSS_GRADIENTS] / scale.to(gradient_BSV.device, non_blocking=True)
+            on_gradient({**targets, LOSS_MISFIT: misfit})
         except Exception as error:
             on_error(error)
         # Without them a second gradient of the same logits has no misfit.

@@ -11,6 +11,7 @@ clipping by the optimizer). So while hooks are attached, attributes of modules a
   (`SEES_ALL_CLIPPING`).
 * the step of torch's schedules of the learning rate, which has no hook either.
 * `GradScaler.step`: where gradients overflowed, it returns without a step, of which nothing else tells.
+* `GradScaler.scale`: the gradient of the logits has its factor, and that of the parameters no longer has it.
 * the function of its own that DeepSpeed's engine clips with. Others get nothing from it before the step
   (https://github.com/deepspeedai/DeepSpeed/pull/1292 has the norm after it).
 """
@@ -178,6 +179,8 @@ _wrapped_functions: list[_WrappedFunction] = []
 _latest_other_norm: Tensor | None = None
 # The latest norm of order 2 that torch computed, and those of single gradients that it computed for it.
 _latest_norms: "tuple[Tensor, GradientNorms] | None" = None
+# What a GradScaler multiplied the loss by whose backward began last, until its step.
+_loss_scale: Tensor | None = None
 
 
 class GradientNorms:
@@ -223,6 +226,11 @@ def find_gradient_norms(total_norm: Any) -> GradientNorms | None:
     return _latest_norms[1] if _latest_norms is not None and _latest_norms[0] is total_norm else None
 
 
+def find_loss_scale() -> Tensor | None:
+    """Return what a GradScaler has multiplied the loss of this backward by, fp32 []; None without one."""
+    return _loss_scale
+
+
 def _wrap_functions() -> None:
     clip_grad = torch.nn.utils.clip_grad
     # torch.nn.utils re-exports the functions, so both modules get the wrapper.
@@ -234,6 +242,9 @@ def _wrap_functions() -> None:
     _replace(modules, getattr(clip_grad, "_get_total_norm", None), _wrap_get_total_norm)
     _replace(modules, clip_grad.clip_grad_value_, _wrap_clip_by_value)
     _replace([torch.amp.GradScaler], torch.amp.GradScaler.step, _wrap_scaled_step)
+    _replace([torch.amp.GradScaler], torch.amp.GradScaler.scale, _wrap_scale)
+    if (sharded := sys.modules.get("torch.distributed.fsdp.sharded_grad_scaler")) is not None:
+        _replace([sharded.ShardedGradScaler], vars(sharded.ShardedGradScaler).get("scale"), _wrap_scale)
     if (engine := sys.modules.get("deepspeed.runtime.engine")) is not None:
         _replace([engine], vars(engine).get("clip_grad_norm_"), _wrap_clip_grad_norm)
     _replace([LRScheduler], vars(LRScheduler).get("step"), _wrap_schedule_step)
@@ -257,13 +268,13 @@ def _replace(
 
 
 def _unwrap_functions() -> None:
-    global _latest_other_norm, _latest_norms
+    global _latest_other_norm, _latest_norms, _loss_scale
     for module, name, original, wrapper in _wrapped_functions:
         # Somebody may have wrapped our wrapper meanwhile. Then it stays, and only passes calls on.
         if getattr(module, name) is wrapper:
             setattr(module, name, original)
     _wrapped_functions.clear()
-    _latest_other_norm = _latest_norms = None
+    _latest_other_norm = _latest_norms = _loss_scale = None
 
 
 def _find_active_callbacks() -> list[OptimizerCallbacks]:
@@ -315,12 +326,34 @@ def _wrap_scaled_step(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def step(scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        global _loss_scale
         result = original(scaler, optimizer, *args, **kwargs)
+        _loss_scale = None
         for callbacks in _find_active_callbacks():
             callbacks.after_scaled_step(optimizer)
         return result
 
     return step
+
+
+def _wrap_scale(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap GradScaler's multiplication of a loss, to know the factor in the backward of what it returns."""
+
+    @functools.wraps(original)
+    def scale(scaler: Any, outputs: Any) -> Any:
+        scaled = original(scaler, outputs)
+        if isinstance(scaled, Tensor) and scaled.requires_grad and _find_active_callbacks():
+            # Its number is on the device, and to read it would wait for that.
+            factor = original(scaler, torch.ones((), device=scaled.device))
+
+            def remember(gradient: Tensor) -> None:
+                global _loss_scale
+                _loss_scale = factor
+
+            scaled.register_hook(remember)
+        return scaled
+
+    return scale
 
 
 def _wrap_clip_by_value(original: Callable[..., Any]) -> Callable[..., Any]:

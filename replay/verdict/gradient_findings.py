@@ -45,6 +45,8 @@ UNKNOWN_OBJECTIVE = "the gradient is of the job's objective, which the replay ma
 ANOTHER_LOSS = "the job differentiated another loss than the one that its model returned"
 MAX_NAMED = 4
 MAX_FORWARDS = 8
+# Relative: how near the inverse of a loss scale is to the factor of the gradients.
+SAME_SCALE = 1e-3
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -198,6 +200,8 @@ def _compare_gradient(window: Sequence[ComparedPass], settings: VerdictSettings)
         does_agree = do_some_samples_agree(steps, gradient, settings.choose_bound(GRADIENT, dtypes, 1, index))
         if does_agree or (evidence is not None and do_some_signatures_agree(evidence, settings, dtypes, index)):
             doubt = None
+    if doubt is None and evidence is not None:
+        doubt = _doubt_scale_of_weights(window, evidence)
     missing = [] if gradient is None else find_missing_gradients(gradient, steps, doubt)
     weighting = _compare_weighting(window, job_norms, replay_norm) if doubt is None else None
     if weighting is not None:
@@ -402,6 +406,28 @@ def _compare_norm(
         doubt=doubt or settings.doubt_expert_routes(GRAD_NORM, difference, dtypes, index),
         is_evidence=doubt is None,
         where=f"rank {rank}" if (window[0].recorded.world_size or 1) > 1 else None,
+    )
+
+
+def _doubt_scale_of_weights(window: Sequence[ComparedPass], evidence: GradientEvidence) -> str | None:
+    """Say so where the job's own code took out of its gradients what it had multiplied its loss by.
+
+    A loss scale that is no GradScaler's is in the recorded weights of the log-probs, and nothing tells that it left.
+    """
+    if not all(compared_pass.recorded.has_job_weights_of_tokens for compared_pass in window):
+        return None
+    total = math.fsum(compared_pass.replayed.weights.total for compared_pass in window)
+    total /= window[0].recorded.world_size or 1
+    parameters = [parameter for parameter in evidence.parameters.values() if parameter.job_norm is not None]
+    replay_norm = math.hypot(*(parameter.replay_norm for parameter in parameters))
+    job_norm = math.hypot(*(parameter.job_norm or 0.0 for parameter in parameters))
+    if not total or not replay_norm or math.isclose(total, 1, rel_tol=SAME_SCALE):
+        return None
+    if not math.isclose(job_norm / replay_norm, 1 / total, rel_tol=SAME_SCALE):
+        return None
+    return (
+        f"the weights of the loss that the job differentiated add up to {total:.6g}, and its gradients are divided by "
+        "as much: a loss scale of its own, perhaps"
     )
 
 

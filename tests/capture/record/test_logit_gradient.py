@@ -1,9 +1,16 @@
 """What the gradient of a pass's logits tells of the loss, held against autograd's derivatives by the log-probs."""
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
+from capture import capture_files, recording
+from capture.file_format.capture_file import read_call
 from capture.file_format.micro_batch import LOSS_GRADIENTS, LOSS_MISFIT, LOSS_TARGETS
 from capture.record.logit_gradient import compute_misfit, compute_targets, watch_logits
 
@@ -79,3 +86,47 @@ def test_logits_that_are_differentiated_twice_do_not_fit_and_an_error_stays_out_
     assert misfits[0] < 1e-6
     assert misfits[1] != misfits[1]
     assert list(map(str, errors)) == ["no room", "no room"]
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(VOCABULARY, 4), nn.Linear(4, VOCABULARY)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        logits_BSV: Tensor = self.head(self.embedding(input_ids))
+        return logits_BSV
+
+
+@pytest.mark.parametrize("kind", [torch.amp.GradScaler, ShardedGradScaler])
+def test_the_factor_of_a_scaler_is_taken_out(kind: Any, tmp_path: Path, one_world: None) -> None:
+    """A sharded scaler needs a process group, to tell its other ranks of an overflow."""
+    noted = record_gradients(kind, tmp_path)
+    assert [len(gradients) for gradients in noted] == [2, 2]
+    for unscaled, scaled in zip(*noted, strict=True):
+        assert unscaled.abs().max() > 0
+        torch.testing.assert_close(scaled, unscaled)
+
+
+def record_gradients(kind: Any, folder: Path) -> list[list[Tensor]]:
+    """Return the gradients that were noted of two passes, the first of them scaled, by the scale."""
+    ids_BS, _, _ = make_case()
+    noted = []
+    for scale in (1.0, 512.0):
+        torch.manual_seed(0)
+        model = Model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        scaler = kind("cpu", init_scale=scale)
+
+        def compute_loss(model: Model = model) -> Tensor:
+            return F.cross_entropy(model(ids_BS)[:, :-1].flatten(0, 1), ids_BS[:, 1:].flatten())
+
+        with recording(model, folder / str(scale), reproduce=True):
+            scaler.scale(compute_loss()).backward()
+            scaler.step(optimizer)
+            optimizer.zero_grad()
+            # The scaler has no part in this one.
+            compute_loss().backward()
+            optimizer.step()
+        noted.append([read_call(path).notes[LOSS_GRADIENTS] for path in capture_files(folder / str(scale))])
+    return noted

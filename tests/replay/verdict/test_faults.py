@@ -440,3 +440,37 @@ def test_a_gradient_that_overflows_in_the_job_and_here_is_reproduced(
     assert not math.isfinite(float(norm["recorded"]))
     assert math.isfinite(float(norm["replayed"])) is is_in_job_alone
     assert verdict["outcome"] == ("DIFFERS" if is_in_job_alone else "REPRODUCED"), capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("scale_by", "outcome"), [("GradScaler", "REPRODUCED"), ("hand", "UNSETTLED")])
+def test_a_scale_of_the_jobs_own_loss_is_none_of_its_gradients(
+    scale_by: str, outcome: str, tmp_path: Path, one_world: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = make_model("llama", {})
+    model.save_pretrained(tmp_path / "job" / "model")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    with recording(model, tmp_path / "job" / "captures", reproduce=True):
+        for batch in make_batches(2):
+            logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
+            loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten())
+            if scale_by == "GradScaler":
+                scaler.scale(loss).backward()
+                scaler.unscale_(optimizer)
+            else:
+                (loss * 1024).backward()
+                for parameter in model.parameters():
+                    assert parameter.grad is not None
+                    parameter.grad.div_(1024)
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            if scale_by == "GradScaler":
+                scaler.step(optimizer)
+                scaler.update()
+            else:
+                optimizer.step()
+            optimizer.zero_grad()
+    command = ["--inputs", str(tmp_path / "job" / "captures"), "--model", str(tmp_path / "job" / "model")]
+    assert replay_main([*command, "--log-folder", str(tmp_path / "logs")]) == 0
+    said = capsys.readouterr().out
+    assert headline(said).startswith(outcome)
+    assert ("a loss scale of its own, perhaps" in said) is (outcome == "UNSETTLED")
