@@ -68,7 +68,7 @@ LIBRARIES = {
     "typer": {
         "replay/command_line/cli.py",
         "replay/command_line/help_text.py",
-        "replay/campaign/command_options.py",
+        "replay/campaign/campaign_options.py",
         "replay/options/option_parsing.py",
         "replay/options/ray_options.py",
     }

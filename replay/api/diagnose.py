@@ -4,7 +4,7 @@ import os
 from typing import TYPE_CHECKING, Unpack
 
 from replay.api.running import read_whole_result, run_command
-from replay.campaign.command_options import check_call
+from replay.campaign.campaign_options import check_call
 from replay.commands.diagnose import command
 from replay.options.option_parsing import build_replay_spec
 from replay.options.run_options import RunOptions

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Unpack
 from actor_init.declarations.attention import WORDS
 from actor_init.spec import UsageError
 from replay.api.running import read_whole_result, run_command
-from replay.campaign.command_options import check_call, join_values
+from replay.campaign.campaign_options import check_call, join_values
 from replay.commands.mismatch import command
 from replay.options.option_parsing import build_replay_spec
 from replay.options.run_options import RunOptions

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, TypeVar, Unpack
 
 from actor_init.spec import ParallelSpec, UsageError
 from replay.api.run import ReplayedRun
-from replay.campaign.command_options import list_words
+from replay.campaign.campaign_options import list_words
 from replay.options.option_parsing import build_replay_spec, check_options, list_options
 from replay.options.path_checks import check_paths
 from replay.options.run_options import RunOptions

@@ -1,4 +1,8 @@
-"""Turn what an action of the command line returns or raises into an exit code, and say an error in one line."""
+"""Turn what an action of the command line returns or raises into an exit code, and say an error in one line.
+
+Which exit code a replay's failed passes and verdict give is not decided here: `report` of `replay/runner/session.py`
+does that.
+"""
 
 import json
 import os

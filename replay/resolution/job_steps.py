@@ -25,7 +25,7 @@ from capture.file_format.optimizer_step import OptimizerStep, merge_equal_settin
 from replay.options.spec import StepMode
 from replay.output.text import pluralise
 from replay.resolution.job_windows import JobWindow
-from replay.verdict.optimizer_settings import FAMILY, LABELS, format_value
+from replay.verdict.optimizer_comparison import FAMILY, LABELS, format_value
 from replay.verdict.own_clipping import infer_own_limit
 from replay.verdict.pass_values import match_parameter_name
 

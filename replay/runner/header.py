@@ -23,7 +23,7 @@ from replay.resolution.selection import Selection
 from replay.runner.optimizer_state import count_loaded_steps
 from replay.runner.states import EarlierPasses
 from replay.verdict.model_facts import ModelDifference, ModelDifferenceKind
-from replay.verdict.optimizer_settings import list_setting_differences
+from replay.verdict.optimizer_comparison import list_setting_differences
 from replay.verdict.pass_values import is_mixture, list_switched_parts
 from replay.verdict.text import format_weights
 from replay.verdict.weight_check import WeightChecker

@@ -29,7 +29,7 @@ from replay.verdict.findings import (
 )
 from replay.verdict.gradient_evidence import GradientEvidence, compare_signatures
 from replay.verdict.gradient_samples import GradientSamples
-from replay.verdict.optimizer_settings import list_setting_differences
+from replay.verdict.optimizer_comparison import list_setting_differences
 from replay.verdict.pass_values import (
     RecordedPass,
     ReplayedPass,

@@ -23,8 +23,8 @@ from replay.verdict.gradient_findings import (
     explain_unjudged_gradient,
     list_step_differences,
 )
+from replay.verdict.optimizer_comparison import find_step_dtype
 from replay.verdict.optimizer_facts import read_step_count
-from replay.verdict.optimizer_settings import find_step_dtype
 from replay.verdict.pass_values import RecordedPass, WeightComparison
 from replay.verdict.pass_windows import group_into_windows
 from replay.verdict.stepped_weights import compare_stepped_weights

@@ -14,7 +14,7 @@ from capture.facts import Setting
 from replay.agreement.noise_floor import measure_parity_distances
 from replay.agreement.rows import judge_child
 from replay.campaign.campaign import Campaign, CampaignJob
-from replay.campaign.command_options import list_words
+from replay.campaign.campaign_options import list_words
 from replay.campaign.executor import ThisMachine
 from replay.commands.check_upgrade.result import (
     NAMES,

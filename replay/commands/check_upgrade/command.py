@@ -9,7 +9,7 @@ from typing import Any
 import typer
 
 from actor_init.spec import UsageError
-from replay.campaign.command_options import run_limit_option
+from replay.campaign.campaign_options import run_limit_option
 from replay.options.option_parsing import CommandAction, DeclaredOption, add_options, build_replay_spec, json_option
 from replay.options.path_checks import check_paths
 from replay.options.spec import ReplaySpec

@@ -9,7 +9,7 @@ import typer
 
 from actor_init.spec import UsageError
 from capture.facts import Setting
-from replay.campaign.command_options import CampaignAction
+from replay.campaign.campaign_options import CampaignAction
 from replay.on_ray.ranks import run_here_or_on_ray
 from replay.options.option_parsing import CommandAction, DeclaredOption, add_options, job_option, json_option
 from replay.options.ray_options import RayOptions, with_ray_options

@@ -30,7 +30,7 @@ from capture.facts import Setting
 from capture.file_format.atomic_write import write_atomically
 from capture.file_format.capture_file import read_micro_batch
 from capture.file_format.micro_batch import CaptureError, MicroBatch, with_shift_labels_as_labels
-from replay.campaign.command_options import list_words
+from replay.campaign.campaign_options import list_words
 from replay.campaign.result import GrowingResult, ResultStatus
 from replay.commands.diagnose.checks import DiagnosisCase, run_checks
 from replay.commands.diagnose.untimed_actor import select_rows

@@ -3,7 +3,7 @@
 import os
 from typing import TYPE_CHECKING, Unpack
 
-from replay.campaign.command_options import call_command
+from replay.campaign.campaign_options import call_command
 from replay.commands.minimise import command
 from replay.options.run_options import RunOptions
 

@@ -9,7 +9,7 @@ import typer
 
 from actor_init.spec import UsageError
 from capture.facts import Setting
-from replay.campaign.command_options import CampaignAction, make_begin_action, make_continue_action
+from replay.campaign.campaign_options import CampaignAction, make_begin_action, make_continue_action
 from replay.options.option_parsing import (
     CommandAction,
     DeclaredOption,

@@ -13,7 +13,7 @@ from actor_init.spec import UsageError
 from capture.facts import Setting
 from capture.file_format.micro_batch import CaptureError
 from replay.campaign.campaign import Campaign, CampaignJob, catch_interruption
-from replay.campaign.command_options import list_words
+from replay.campaign.campaign_options import list_words
 from replay.campaign.executor import ThisMachine
 from replay.campaign.result import CampaignResult
 from replay.commands.minimise.console import MinimiseConsole

@@ -9,7 +9,7 @@ import typer
 
 from actor_init.declarations.attention import WORDS
 from actor_init.spec import Dtype, UsageError
-from replay.campaign.command_options import CampaignAction
+from replay.campaign.campaign_options import CampaignAction
 from replay.options.declarations.tensor_names import ROLLOUT_LOG_PROBS
 from replay.options.option_parsing import CommandAction, DeclaredOption, add_options, job_option, json_option
 from replay.options.spec import ReplaySpec

@@ -29,7 +29,7 @@ from actor_init.world import World
 from capture.file_format.atomic_write import write_atomically
 from capture.file_format.capture_file import read_call
 from capture.file_format.micro_batch import CaptureError, MicroBatch, with_shift_labels_as_labels
-from replay.campaign.command_options import list_words
+from replay.campaign.campaign_options import list_words
 from replay.campaign.result import GrowingResult, ResultStatus
 from replay.commands.mismatch.statistics import (
     ActionTokens,

@@ -4,7 +4,7 @@ import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal, Unpack
 
-from replay.campaign.command_options import call_command
+from replay.campaign.campaign_options import call_command
 from replay.commands.parity import command
 from replay.options.run_options import RunOptions
 

@@ -13,7 +13,7 @@ from replay.agreement.noise_floor import ROUNDING_VARIATIONS, CellResult, Matrix
 from replay.agreement.plan import Cell, MatrixContext, ParityPlan, merge_plans, plan_matrix, repeat_in_environments
 from replay.agreement.rows import ParityLog, RowState, folder_name_of
 from replay.campaign.campaign import Campaign, CampaignJob, catch_interruption
-from replay.campaign.command_options import list_words
+from replay.campaign.campaign_options import list_words
 from replay.campaign.executor import Executor, open_executor
 from replay.campaign.result import CampaignResult
 from replay.commands.parity.report import ParityProgress, write_report

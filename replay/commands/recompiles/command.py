@@ -7,7 +7,7 @@ from typing import Any
 import typer
 
 from actor_init.spec import UsageError
-from replay.campaign.command_options import (
+from replay.campaign.campaign_options import (
     continue_option,
     list_words,
     make_begin_action,

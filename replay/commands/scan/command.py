@@ -6,7 +6,7 @@ from typing import Any
 
 import typer
 
-from replay.campaign.command_options import (
+from replay.campaign.campaign_options import (
     at_once_option,
     continue_option,
     make_begin_action,

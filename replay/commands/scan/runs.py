@@ -19,7 +19,7 @@ from actor_init.spec import UsageError
 from capture.facts import Setting
 from capture.progress_bar import ProgressBar
 from replay.campaign.campaign import Campaign, CampaignJob, catch_interruption
-from replay.campaign.command_options import list_words
+from replay.campaign.campaign_options import list_words
 from replay.campaign.executor import Executor, open_executor
 from replay.campaign.result import CampaignResult
 from replay.options.option_parsing import format_command_line

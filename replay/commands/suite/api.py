@@ -4,7 +4,7 @@ import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal
 
-from replay.campaign.command_options import call_command
+from replay.campaign.campaign_options import call_command
 from replay.commands.suite import command
 
 if TYPE_CHECKING:

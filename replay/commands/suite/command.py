@@ -12,7 +12,7 @@ import typer
 
 from actor_init.spec import ActorSpec, UsageError
 from capture.facts import Setting, flag_of
-from replay.campaign.command_options import CampaignAction, list_words
+from replay.campaign.campaign_options import CampaignAction, list_words
 from replay.commands.suite.plan import SAVE_EVERY, SuiteSpec, find_others, find_skipped
 from replay.options.option_parsing import METAVARS, CommandAction, json_option, unwrap_optional, with_parameters
 from replay.options.path_checks import check_paths

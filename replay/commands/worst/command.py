@@ -6,7 +6,7 @@ from typing import Any
 
 import typer
 
-from replay.campaign.command_options import (
+from replay.campaign.campaign_options import (
     continue_option,
     list_words,
     make_begin_action,

@@ -285,7 +285,7 @@ def test_a_command_that_runs_in_one_world_has_no_other_way_either(name: str) -> 
     ]
     rooms = ("replay.on_ray.ranks.", "replay.options.", "replay.processes.")
     ways = [name for name in imported if name.startswith("replay.") and not name.startswith(rooms)]
-    assert ways == ["replay.campaign.command_options.CampaignAction", f"replay.commands.{name}.report.{name}"]
+    assert ways == ["replay.campaign.campaign_options.CampaignAction", f"replay.commands.{name}.report.{name}"]
     report = import_module(f"replay.commands.{name}.report")
     result = get_type_hints(getattr(report, name))["return"]
     assert issubclass(result, CampaignResult)

@@ -1,6 +1,6 @@
 """A limit that no gradient reaches is no clipping: what matters under --step is what was done to the gradient.
 
-All pairs of limits are in test_optimizer_settings.py.
+All pairs of limits are in test_optimizer_comparison.py.
 """
 
 from pathlib import Path

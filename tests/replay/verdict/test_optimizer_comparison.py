@@ -8,7 +8,7 @@ import pytest
 
 from actor_init.spec import ActorSpec
 from capture.file_format.optimizer_step import OptimizerStep
-from replay.verdict.optimizer_settings import find_step_dtype, list_setting_differences
+from replay.verdict.optimizer_comparison import find_step_dtype, list_setting_differences
 
 
 def make_step(class_name: str, *groups: dict[str, Any], has_state: bool = False) -> OptimizerStep:
