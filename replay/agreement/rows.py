@@ -79,7 +79,7 @@ class ParityLog:
     rows: list[ParityRow] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.campaign.has_failed = _has_failed_run
+        self.campaign.must_run_again = _has_failed_run
         self.rows = [ParityRow(cell=cell) for cell in self.campaign.plan.cells]
         for number, job in enumerate(self.jobs):
             if (finished := self.campaign.find_finished(job)) is not None:

@@ -14,8 +14,10 @@ knows more of the result:
 
     {"job": "3f2a...", "exit_code": 0, "seconds": 8.1, "ran_alone": true, "attempt": "groups/0001/0"}
 
+There `job` is the digest of the campaign job.
+
 `--continue` asks for the same campaign jobs again. Those in the journal come back without a run, except those that
-failed while others ran beside them.
+ran beside others and have to run again (`Campaign.must_run_again`).
 """
 
 import hashlib
@@ -51,7 +53,7 @@ from replay.runlog.writer import create_folder, list_versions, note_log, refuse_
 
 FORMAT = 2
 JOURNAL = "journal.jsonl"
-Plan = TypeVar("Plan")
+PlanT = TypeVar("PlanT")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -95,7 +97,7 @@ def was_cut_short(child: Child) -> bool:
 class FinishedJob(NamedTuple):
     """How a campaign job ended.
 
-    One that failed while others ran beside it is reported once, as new, and runs again under --continue.
+    One that has to run again (`Campaign.must_run_again`) is reported as new each time it runs.
 
     position   of the campaign job among those that the command asked for
     ran_alone  no other campaign job ran on the machine; otherwise its times mean nothing. On Ray always False
@@ -112,7 +114,7 @@ class FinishedJob(NamedTuple):
 class _JournalLine:
     """What the journal keeps of a campaign job that has ended.
 
-    job        digest of the campaign job
+    job        digest of the campaign job; the name is the journal's key
     exit_code  None: it did not end within its time limit
     attempt    folder of its last attempt, relative to the campaign's folder; it lies in that of `CampaignJob.home`
     """
@@ -136,7 +138,7 @@ class _CampaignFile:
 
 
 @dataclass(kw_only=True, slots=True)
-class Campaign(Generic[Plan]):
+class Campaign(Generic[PlanT]):
     """The campaign jobs of one command: which of them have ended, and where and under which limits the others run.
 
     folder      holds everything that the campaign writes
@@ -146,17 +148,18 @@ class Campaign(Generic[Plan]):
     plan        from which the command makes its campaign jobs; read and written as JSON
     versions    of the libraries with which the campaign was begun
     result      what the command knows of its answer so far: a dataclass or a mapping, written as JSON
-    has_failed  judges a campaign job that has ended; one that failed while others ran beside it is run again
+    must_run_again  judges whether a campaign job that ended while others ran beside it has to run again. By default
+                    only one that was cut short: exit code 1, by which a replay reports a failure, is an answer
     """
 
     folder: Path
     name: str
     command: str
     machine: Machine
-    plan: Plan
+    plan: PlanT
     versions: Mapping[str, str | None] = field(default_factory=list_versions)
     result: Any = None
-    has_failed: Callable[[Child], bool] = was_cut_short
+    must_run_again: Callable[[Child], bool] = was_cut_short
     _lines_by_digest: dict[str, _JournalLine] = field(default_factory=dict)
     _run_tasks: RunTasks | None = None
     _jobs_run_alone: bool = True
@@ -165,7 +168,7 @@ class Campaign(Generic[Plan]):
     _start_deadline: float = 0.0
 
     @classmethod
-    def begin(cls, name: str, logs: Path, plan: Plan, *, arguments: Sequence[str], machine: Machine) -> Self:
+    def begin(cls, name: str, logs: Path, plan: PlanT, *, arguments: Sequence[str], machine: Machine) -> Self:
         """Begin a campaign in a new folder below `logs`.
 
         arguments  what follows `replay <name>` on the command line that repeats the campaign
@@ -173,7 +176,7 @@ class Campaign(Generic[Plan]):
         return cls.begin_in(create_folder(logs, name), name, plan, arguments=arguments, machine=machine)
 
     @classmethod
-    def begin_in(cls, folder: Path, name: str, plan: Plan, *, arguments: Sequence[str], machine: Machine) -> Self:
+    def begin_in(cls, folder: Path, name: str, plan: PlanT, *, arguments: Sequence[str], machine: Machine) -> Self:
         """Begin a campaign in a folder that exists and holds the inputs that its plan needs."""
         campaign = cls(
             folder=folder,
@@ -186,7 +189,7 @@ class Campaign(Generic[Plan]):
         return campaign
 
     @classmethod
-    def read(cls, name: str, folder: Path, plan_class: type[Plan]) -> Self:
+    def read(cls, name: str, folder: Path, plan_class: type[PlanT]) -> Self:
         """Read the campaign that `replay <name>` left.
 
         Raises UsageError if the folder holds no campaign file that this version can read, or a damaged journal.
@@ -203,6 +206,7 @@ class Campaign(Generic[Plan]):
             lines = _read_journal(folder / JOURNAL)
         except (OSError, ValueError) as error:
             match error:
+                # Comes first, since a UsageError is a ValueError.
                 case UsageError():
                     message = format_error_with_flags(error)
                 case OSError():
@@ -276,7 +280,9 @@ class Campaign(Generic[Plan]):
     def find_finished(self, job: CampaignJob, position: int = 0) -> FinishedJob | None:
         """Return how a campaign job ended, by the journal.
 
-        None if it has not ended, or if it failed while others ran beside it: then it has to run.
+        None if it has not ended, or if it has to run again since others ran beside it (`must_run_again`).
+
+        position  of the campaign job among those that the command asked for, which the result is to name
         """
         line = self._lines_by_digest.get(job.digest_in(self.folder))
         if line is None:
@@ -286,7 +292,7 @@ class Campaign(Generic[Plan]):
             exit_code=line.exit_code, seconds=line.seconds, output=attempt_folder / OUTPUT, logs=attempt_folder
         )
         # The others may have taken the memory or the time that it lacked: alone it might succeed.
-        if not line.ran_alone and self.has_failed(child):
+        if not line.ran_alone and self.must_run_again(child):
             return None
         return FinishedJob(position, child, line.ran_alone, is_new=False)
 
@@ -302,14 +308,14 @@ class Campaign(Generic[Plan]):
         jobs: Iterable[CampaignJob],
         *,
         start_deadline: float | None = None,
-        folder: Path = Path(),
+        working_folder: Path = Path(),
     ) -> Generator[FinishedJob]:
         """Yield how each campaign job ended: those of the journal first; the others are run, and come as they end.
 
         A campaign job that the deadline keeps from starting is not yielded.
 
         start_deadline  no campaign job is started after this time of `time.monotonic`; None: as the limits say
-        folder          where their relative paths begin
+        working_folder  where their relative paths begin
         """
         assert self._run_tasks is not None, "call open() first"
         pending = {}
@@ -319,25 +325,25 @@ class Campaign(Generic[Plan]):
             else:
                 pending[position] = job
         # A generator, since a task is given the next free folder of its campaign job's attempts when it is made.
-        tasks = ((position, self._make_task(job, folder)) for position, job in pending.items())
+        tasks = ((position, self._make_task(job, working_folder)) for position, job in pending.items())
         start_deadline = self._start_deadline if start_deadline is None else start_deadline
         for position, child in self._run_tasks(tasks, until=start_deadline):
             self._record(pending[position], child)
             yield FinishedJob(position, child, self._jobs_run_alone, is_new=True)
 
-    def run(self, job: CampaignJob, folder: Path = Path()) -> Child:
+    def run(self, job: CampaignJob, working_folder: Path = Path()) -> Child:
         """Return how one campaign job ended: by the journal, else after a run, even if the time for starts is over."""
-        [finished] = self.run_jobs([job], start_deadline=math.inf, folder=folder)
+        [finished] = self.run_jobs([job], start_deadline=math.inf, working_folder=working_folder)
         return finished.child
 
-    def _make_task(self, job: CampaignJob, folder: Path) -> Task:
+    def _make_task(self, job: CampaignJob, working_folder: Path) -> Task:
         return Task.attempt(
             self.folder / job.home,
             ChildJob(spec=job.spec.as_child()),
             num_processes=job.num_processes,
             limit=self._max_seconds_per_job,
             python=job.python,
-            folder=folder,
+            folder=working_folder,
         )
 
     def _record(self, job: CampaignJob, child: Child) -> None:
@@ -418,7 +424,7 @@ class FeedableInputs:
 
         grad_accumulation  passes of a window; None: as many as in the job that was recorded
         """
-        selection = select(spec, 0, 1, loss=loss, grad_accumulation=grad_accumulation)
+        selection = select(spec, data_rank=0, num_data_ranks=1, loss=loss, grad_accumulation=grad_accumulation)
         shapes, unfeedable = read_shapes(selection.inputs, loss)
         if not shapes:
             raise UsageError("no input can be fed to a model. Try: replay inspect, with that folder")
