@@ -7,7 +7,7 @@ this thread wakes up, the job pays for a change of threads. That costs most whil
 finished all earlier work stands idle until the job's thread gives it more. So this thread handles what is queued when
 the job calls `wake`, as it does at the end of each forward. By then the device has work. The job's thread goes on to
 the backward, or waits for the device, and needs Python for neither. What is queued later waits for the next call of
-`wake`. A thread that waits for one looks by itself every MAX_DELAY_SECONDS.
+`wake`. Without a call, it looks every MAX_DELAY_SECONDS.
 
 In this module an item is what the job's thread hands over: a pass, or something small, such as the outputs of a pass.
 """
@@ -61,12 +61,12 @@ class BackgroundWriter(Generic[ItemT]):
 
     At most `max_queued` passes wait, with at most MAX_QUEUED_BYTES bytes in all; a larger pass waits alone.
 
-    num_dropped    passes lost: the queue was full, `handle` refused the pass (CaptureError), or writing has stopped or
-                   `close` was called. Once writing has stopped, the pass that `handle` works on counts as lost until
-                   `handle` returns, since it may never return
-    failure        the exception that has stopped writing, or None
-    refusal        why `handle` refused the first of the passes that it refused, or None
-    is_waited_for  set by `drain` and by an urgent item, until the queue is empty
+    num_dropped  passes lost because the queue was full, because `handle` refused them (CaptureError), because writing
+                 had stopped, or because `close` had been called. Once writing has stopped, the pass that `handle` works
+                 on counts as lost until `handle` returns, since it may never return
+    failure      the exception that has stopped writing, or None
+    refusal      why `handle` refused the first of the passes that it refused, or None
+    urgency      an event that `drain` and an urgent item set, until the queue is empty
 
     The thread calls `on_idle` when it has handled all that it was woken for, and after `on_deadline` if no item is
     ready. It calls `on_deadline` whenever it waits and `deadline` has passed, and `on_end` as its last act, with
@@ -85,13 +85,13 @@ class BackgroundWriter(Generic[ItemT]):
         max_queued: int,
         on_idle: Callable[[], None] = lambda: None,
         on_end: Callable[[bool], None] = lambda failed: None,
-        is_waited_for: threading.Event | None = None,
+        urgency: threading.Event | None = None,
         deadline: Deadline | None = None,
         on_deadline: Callable[[], None] = lambda: None,
     ) -> None:
         self.failure: Exception | None = None
         self.refusal: str | None = None
-        self.is_waited_for = is_waited_for or threading.Event()
+        self.urgency = urgency or threading.Event()
         self._handle = handle
         self._on_idle = on_idle
         self._on_end = on_end
@@ -155,7 +155,7 @@ class BackgroundWriter(Generic[ItemT]):
             if self.failure is None and (is_urgent or has_room):
                 self._queue.append((item, 0, False))
                 if is_urgent:
-                    self.is_waited_for.set()
+                    self.urgency.set()
                     self._changed.notify_all()
 
     def wake(self, later_item: ItemT | None = None) -> None:
@@ -183,15 +183,15 @@ class BackgroundWriter(Generic[ItemT]):
         drain_until = time.monotonic() + max_seconds
         with self._changed:
             if self._queue or self._is_busy:
-                self.is_waited_for.set()
+                self.urgency.set()
                 self._changed.notify_all()
             while (self._queue or self._is_busy) and self.failure is None and self._thread.is_alive():
                 if not self._changed.wait(drain_until - time.monotonic()) and time.monotonic() >= drain_until:
                     return False
             return True
 
-    def stop(self, failure: Exception, num_lost: int = 0) -> None:
-        """Give up writing for good, with one warning, and drop what is queued now and what comes later.
+    def give_up(self, failure: Exception, num_lost: int = 0) -> None:
+        """Stop writing for good, with one warning, and drop what is queued now and what comes later.
 
         num_lost  passes that the failure has kept out of the queue
         """
@@ -216,7 +216,7 @@ class BackgroundWriter(Generic[ItemT]):
             self._changed.notify_all()
         self._thread.join(max_seconds)
         if self._thread.is_alive():
-            self.stop(TimeoutError(f"writing was not finished {max_seconds:g} s after the end of the recording"))
+            self.give_up(TimeoutError(f"writing was not finished {max_seconds:g} s after the end of the recording"))
 
     def _run(self) -> None:
         while (event := self._wait_for_event()) is not None:
@@ -225,7 +225,7 @@ class BackgroundWriter(Generic[ItemT]):
         try:
             self._on_end(self.failure is not None)
         except Exception as error:
-            self.stop(error)
+            self.give_up(error)
 
     def _wait_for_event(self) -> tuple[ItemT, bool] | Literal[_Wakeup.DEADLINE_PASSED] | None:
         """Wait for an item that may be handled, for the deadline, or for the end.
@@ -237,11 +237,11 @@ class BackgroundWriter(Generic[ItemT]):
             while not self._num_ready:
                 if not self._queue:
                     # Whoever waits in `drain` waits for this moment.
-                    self.is_waited_for.clear()
+                    self.urgency.clear()
                     self._changed.notify_all()
                     if self._is_closing or self.failure is not None:
                         return None
-                elif self.is_waited_for.is_set() or self._is_closing:
+                elif self.urgency.is_set() or self._is_closing:
                     self._num_ready = len(self._queue)
                     break
                 seconds_left = None if self._deadline is None else self._deadline.seconds_left()
@@ -250,8 +250,7 @@ class BackgroundWriter(Generic[ItemT]):
                 max_seconds = MAX_DELAY_SECONDS if seconds_left is None else min(seconds_left, MAX_DELAY_SECONDS)
                 was_woken = self._changed.wait(max_seconds)
                 if not was_woken:
-                    # No forward has ended in that time, which a near deadline cuts short: what is queued does not wait
-                    # for one any longer.
+                    # Timed out, perhaps early because of a deadline: handle what is queued without a `wake`.
                     self._num_ready = len(self._queue)
             item, num_bytes, is_pass = self._queue.popleft()
             self._num_ready -= 1
@@ -270,7 +269,7 @@ class BackgroundWriter(Generic[ItemT]):
             if not self._num_ready:
                 self._on_idle()
         except Exception as error:
-            self.stop(error)
+            self.give_up(error)
 
     def _handle_item(self, item: ItemT, is_pass: bool) -> None:
         """Handle an item, and count a pass that `handle` refuses or fails at."""

@@ -33,8 +33,8 @@ class ForwardHooks:
     and so `on_end` is not called.
 
     on_begin  is given the module, its positional arguments and its keyword arguments
-    on_end    is given the output and None; if the forward raised, None and what it raised; if another hook raised
-              after the forward and before this one, the forward's output and what that hook raised
+    on_end    is given an output and an error. The output is None if the forward raised. The error is what the forward
+              raised, or another hook after the forward and before this one; None if nothing was raised
     """
 
     def __init__(self, on_begin: BeginCallback = _do_nothing, on_end: EndCallback = _do_nothing) -> None:
@@ -57,9 +57,10 @@ class ForwardHooks:
         return type(self), ()
 
     def attach(self, model: nn.Module) -> None:
-        """Hook `model`, outside the hooks that it has by now, such as FSDP's, which change arguments and outputs.
+        """Hook `model`: `on_begin` is called before the hooks that it has by now, and `on_end` after them.
 
-        So `on_begin` gets the arguments as the job gave them, and `on_end` the output as the job gets it.
+        Such hooks, like FSDP's, change arguments and outputs. So `on_begin` gets the arguments as the job gave them,
+        and `on_end` the output as the job gets it.
         """
         self._handles = [
             model.register_forward_pre_hook(self.before_forward, prepend=True, with_kwargs=True),
@@ -99,7 +100,10 @@ class ForwardHooks:
         self._on_end(output, None if error is earlier_error else error)
 
     def _may_be_called_by_job(self) -> bool:
-        """Tell whether no backward, compiler or forked child calls this forward. `_depth` tells of nested ones."""
+        """Tell whether this forward runs in the recording's process, outside a backward and outside a compiler.
+
+        Then the job itself has called it, unless it is nested in another forward, which `_depth` tells.
+        """
         return not (torch.compiler.is_compiling() or is_in_backward() or os.getpid() != self._process_id)
 
 

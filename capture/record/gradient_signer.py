@@ -1,4 +1,4 @@
-"""Take the norm of each parameter's gradient, and elements from all over it, at some of the job's optimizer steps.
+"""Take the norm of each parameter's gradient, and elements from all over it, at the steps that a time budget allows.
 
 `capture/file_format/gradient_signature.py` defines which elements. A rank that holds a part of a gradient takes the
 norm of its part, and those elements that lie in it.

@@ -86,7 +86,7 @@ class PassStore:
         retention: RetentionSettings,
         *,
         opened: str,
-        is_waited_for: threading.Event,
+        urgency: threading.Event,
         observer: RecordingObserver,
     ) -> None:
         self.num_lost = 0
@@ -94,7 +94,7 @@ class PassStore:
         self._folder = folder
         self._retention = retention
         self._opened = opened
-        self._is_waited_for = is_waited_for
+        self._urgency = urgency
         self._held_passes: deque[EncodedCall] = deque()
         self._observer = observer
         self.rank_and_folder = 0, folder
@@ -372,13 +372,13 @@ class PassStore:
         try:
             while not all(event.query() for event in events):
                 self._observer.on_idle()
-                if self._is_waited_for.is_set():
+                if self._urgency.is_set():
                     deadline = deadline or time.monotonic() + _MAX_COPY_SECONDS
                     if time.monotonic() > deadline:
                         raise TimeoutError("the device did not get to it")
                     time.sleep(_POLL_SECONDS)
                 else:
-                    self._is_waited_for.wait(_POLL_SECONDS)
+                    self._urgency.wait(_POLL_SECONDS)
         except (RuntimeError, TimeoutError) as error:
             self._observer.on_lost_copy()
             raise CaptureError(f"its copy to the host was not finished: {error}") from None

@@ -145,18 +145,16 @@ class Recorder:
         self._forward_hooks = ForwardHooks(self._begin_pass, self._end_pass)
         self._optimizer_hooks = OptimizerHooks(self)
         self._route_recorder = RouteRecorder()
-        is_waited_for, clock = threading.Event(), RecordingClock()
+        urgency, clock = threading.Event(), RecordingClock()
         self.opened = clock.format_time(time.monotonic_ns())
         self._observer.on_open(self)
-        self._store = PassStore(
-            folder, retention, opened=self.opened, is_waited_for=is_waited_for, observer=self._observer
-        )
+        self._store = PassStore(folder, retention, opened=self.opened, urgency=urgency, observer=self._observer)
         self._writer: BackgroundWriter[WriterItem] = BackgroundWriter(
             self._store.handle,
             max_queued=max_queued,
             on_idle=self._observer.on_idle,
             on_end=self._finish_writing,
-            is_waited_for=is_waited_for,
+            urgency=urgency,
             deadline=self._observer,
             on_deadline=self._observer.on_deadline,
         )
@@ -170,7 +168,7 @@ class Recorder:
                 self._maker.window.on_backward = self._begin_backward
             self._writer.queue_small_item(RecordingOpened(rank=self.rank, world_size=self.world_size))
         except Exception as error:
-            self._writer.stop(error)
+            self._writer.give_up(error)
             return
         _open_recorders.append(self)
         self._observer.on_attach()
@@ -252,7 +250,7 @@ class Recorder:
             if tensors and self._last_queued_forward == forward:
                 self._writer.queue_small_item(PassNotes.begin_copy(forward, tensors))
         except Exception as error:
-            self._writer.stop(error)
+            self._writer.give_up(error)
 
     def _note_targets(self, forward: int, tensors: Mapping[str, torch.Tensor]) -> None:
         """Note what the gradient of a pass's logits tells, in the job's backward. A pass that is gone gets nothing."""
@@ -268,7 +266,7 @@ class Recorder:
             notes, earlier_notes = PassNotes.begin_copy(self.num_seen, tensors), self._next_notes
             self._next_notes = notes if earlier_notes is None else earlier_notes.merge(notes)
         except Exception as error:
-            self._writer.stop(error)
+            self._writer.give_up(error)
 
     def flush(self, *, max_seconds: float = MAX_FLUSH_SECONDS) -> bool:
         """Wait until all that was handed to the writer's thread is handled. Returns False if it took longer."""
@@ -398,7 +396,7 @@ class Recorder:
             self._enter_phase("in forward")
             self._capture_pass(args, kwargs)
         except Exception as error:
-            self._writer.stop(error, num_lost=1)
+            self._writer.give_up(error, num_lost=1)
 
     def _end_pass(self, output: Any, error: BaseException | None) -> None:
         if error is None:
@@ -414,7 +412,7 @@ class Recorder:
             settings, weights = self._maker.end_pass()
             self._writer.wake(self._copy_outputs(output, settings, weights, random_after))
         except Exception as recorder_error:
-            self._writer.stop(recorder_error)
+            self._writer.give_up(recorder_error)
 
     def _end_failed_pass(self, error: BaseException) -> None:
         # The device may be lost, and copies from it fail. What was copied before still goes to the disk.
@@ -477,7 +475,7 @@ class Recorder:
                 # A loss that the model does not compute shows in the gradient of its logits alone.
                 if loss is None and not self._maker.has_labels and pass_logits.logits.requires_grad:
                     on_gradient = partial(self._note_targets, forward)
-                    watch_logits(pass_logits.logits, pass_logits.ids, on_gradient, self._writer.stop)
+                    watch_logits(pass_logits.logits, pass_logits.ids, on_gradient, self._writer.give_up)
             plain = describe_outputs(output, loss)
         routes = self._route_recorder.take()
         has_any = outputs or settings or weights or random_after or routes

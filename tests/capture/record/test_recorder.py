@@ -412,8 +412,8 @@ def test_a_disk_that_hangs_holds_the_end_of_the_job_for_a_bounded_time_and_its_p
 
 def test_a_second_failure_is_no_second_warning(caught: list[warnings.WarningMessage]) -> None:
     writer: BackgroundWriter[int] = BackgroundWriter(print, max_queued=1)
-    writer.stop(OSError("first"))
-    writer.stop(OSError("second"))
+    writer.give_up(OSError("first"))
+    writer.give_up(OSError("second"))
     writer.close(max_seconds=60)
     assert len(caught) == 1
     assert str(writer.failure) == "first"
