@@ -30,8 +30,8 @@ def action_log_probs(model: Callable[..., Any], inputs: ActorInputs) -> Tensor:
     as trainers do, so that time and memory match theirs. Raises UsageError for a model whose head is not as
     `inputs.head` says.
     """
-    if inputs.switched_parts and isinstance(model, nn.Module):
-        switch_parts(model, inputs.switched_parts)
+    if inputs.modules_in_other_mode and isinstance(model, nn.Module):
+        switch_parts(model, inputs.modules_in_other_mode)
     arguments: dict[str, Any] = {}
     mask_context: AbstractContextManager[None] = nullcontext()
     if inputs.ring is not None:

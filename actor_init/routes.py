@@ -36,14 +36,14 @@ SIGMOID_GROUP_SLOPE = 1.0
 class PassRoutes:
     """What the routers of one pass are to do.
 
-    recorded     by router, the job's experts [T, K] of each token that is fed, -1 where they are not known
-    forces       the tokens go to the recorded experts; otherwise these are only compared with the choice made here
-    kept_logits  by router, which of its outputs, its logits, is kept for a loss
+    recorded      by router, the job's experts [T, K] of each token that is fed, -1 where they are not known
+    forces        the tokens go to the recorded experts; otherwise these are only compared with the choice made here
+    logits_index  by each router whose logits are kept for a loss, which of its outputs they are
     """
 
     recorded: Mapping[str, Tensor] = field(default_factory=dict)
     forces: bool = True
-    kept_logits: Mapping[str, int] = field(default_factory=dict)
+    logits_index: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -243,7 +243,7 @@ def steer_routers(model: nn.Module, routes: PassRoutes) -> Iterator[Mapping[str,
     A block inside another one leaves the other's states as they were: before a step, a pass may be searched for what is
     not finite. Yields the states of the routers by name, in the model's order.
     """
-    states = attach_to_routers(model, routes.kept_logits)
+    states = attach_to_routers(model, routes.logits_index)
     outer_states = {name: dict(vars(state)) for name, state in states.items()}
     try:
         for name, state in states.items():
@@ -252,7 +252,7 @@ def steer_routers(model: nn.Module, routes: PassRoutes) -> Iterator[Mapping[str,
                 from torch._dynamo import maybe_mark_dynamic
 
                 maybe_mark_dynamic(recorded_TK, 0)
-            state.begin(recorded_TK, forces=routes.forces, logits_index=routes.kept_logits.get(name))
+            state.begin(recorded_TK, forces=routes.forces, logits_index=routes.logits_index.get(name))
         yield states
     finally:
         for name, state in states.items():

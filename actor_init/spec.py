@@ -8,7 +8,7 @@ from typing import Any, Self
 
 from actor_init.declarations.attention import KERNELS, WORDS, find_kernel
 from actor_init.declarations.attention.declaration import AttentionKernel
-from actor_init.declarations.backends import BACKENDS, DEFAULT, find_backends, find_declaration
+from actor_init.declarations.backends import BACKENDS, DEFAULT, find_backend_declaration, find_backends
 from actor_init.declarations.backends.declaration import BackendDeclaration
 from actor_init.declarations.optimizers import (
     OPTIMIZERS,
@@ -281,7 +281,7 @@ class ActorSpec:
         self._refuse_unknown_optimizer()
         self._refuse_foreign_settings()
         self._refuse_what_a_custom_model_lacks()
-        self._refuse_what_the_backend_lacks(find_declaration(self.backend))
+        self._refuse_what_the_backend_lacks(find_backend_declaration(self.backend))
         kernel = None if self.attention == Attention.AUTO else find_kernel(self.attention)
         self._refuse_what_has_no_ring(kernel)
         if self.pad_tokens is not None and not PAD_TOKENS.fullmatch(self.pad_tokens):
@@ -518,7 +518,7 @@ class ActorSpec:
     def resolved_zero_stage(self) -> int:
         if self.zero_stage is not None:
             return self.zero_stage
-        declaration = find_declaration(self.backend)
+        declaration = find_backend_declaration(self.backend)
         if not self.has_optimizer:
             return declaration.default_stage_without_optimizer
         return declaration.default_stage

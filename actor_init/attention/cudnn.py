@@ -63,7 +63,7 @@ def _rotate_tokens(tensor: Tensor, dim: int, index_BS: Tensor) -> Tensor:
     return tensor.gather(dim, (index_BS % num_tokens).view(shape).expand_as(tensor))
 
 
-def refuse_inner_padding(is_real_BS: Tensor, source: str) -> None:
+def refuse_padding_between_tokens(is_real_BS: Tensor, source: str) -> None:
     """Raise UsageError for a row whose real tokens do not follow each other, which `cudnn_padded` would not see."""
     is_run_start_BS = F.pad(is_real_BS.int(), (1, 0)).diff(dim=1) == 1
     if bool((is_run_start_BS.sum(dim=1) > 1).any()):

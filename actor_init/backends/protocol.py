@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from actor_init.declarations.backends import find_declaration, find_obstacle
+from actor_init.declarations.backends import find_backend_declaration, find_obstacle
 from actor_init.declarations.optimizers import find_missing_package
 from actor_init.inputs.packing import ActorInputs
 from actor_init.model import ModelSource
@@ -42,10 +42,11 @@ class Backend(Protocol):
         ...
 
     def skip_passes(self, num_passes: int) -> None:
-        """End the window so many passes earlier than --grad-accumulation says, by which `backward` still divides.
+        """Count this many passes of the window that do not run, so that it ends as many passes earlier.
 
-        num_passes  negative: end it so many passes later. That takes back an earlier call, for a window of which no
-                    pass ran
+        `backward` still divides by --grad-accumulation.
+
+        num_passes  negative: count as many fewer. That takes back an earlier call, if no pass of its window ran
         """
         ...
 
@@ -144,7 +145,7 @@ def open_backend(
     Raises UsageError if it is not possible here.
     """
     spec = spec.with_defaults()
-    declaration = find_declaration(spec.backend)
+    declaration = find_backend_declaration(spec.backend)
     if complaint := find_obstacle(spec, world.device.type):
         raise UsageError(complaint)
     if refusal := find_missing_package(spec.optimizer):

@@ -24,7 +24,7 @@ class ActorInputs:
 
     An action token's log-prob comes from the logits at the real token before it. The first token of a document, and a
     token that the attention mask marks as padding, have none: they are 0 in the result and False in `action_mask_BA`.
-    Exception: a row's first token after padding, in padded rows of a micro-batch whose `padding_predicts`.
+    Exception: a row's first token after padding, in padded rows of a micro-batch whose `padding_predicts_label`.
 
     attention_mask_BS     None when packed
     cu_seq_lens           int32 [documents + 1], document boundaries; None when padded
@@ -38,7 +38,7 @@ class ActorInputs:
     head                  how log-probs are computed from the head; None: from whole logits
     has_uniform_gradient  the loss gives each log-prob the same gradient
     makes_positions       the model makes its own position ids, of padding too, as it did in the job
-    switched_parts        modules that are in another mode, train or eval, than the module around them, as in the job
+    modules_in_other_mode  those in another mode, train or eval, than the module around them, as in the job
     """
 
     input_ids: Tensor
@@ -57,7 +57,7 @@ class ActorInputs:
     head: HeadForm | None = None
     has_uniform_gradient: bool = False
     makes_positions: bool = False
-    switched_parts: tuple[str, ...] = ()
+    modules_in_other_mode: tuple[str, ...] = ()
 
     def to(self, device: torch.device) -> "ActorInputs":
         tensors: dict[str, Any] = {
@@ -79,7 +79,7 @@ def prepare_inputs(batch: MicroBatch, *, packing: bool) -> ActorInputs:
     documents = _read_documents(batch, packing=packing)
     # A packed row has no padding that could predict.
     if packing:
-        batch = replace(batch, padding_predicts=False)
+        batch = replace(batch, padding_predicts_label=False)
     real_BS = batch.attention_mask_BS
     num_tokens, num_actions = real_BS.shape[1], _count_action_columns(batch)
     has_log_prob_BS = _find_predicted_tokens(batch, documents)
@@ -213,10 +213,10 @@ def _find_predicted_by_padding(batch: MicroBatch) -> Tensor:
     """Find the places [B, S] where a label is that of a row's first real token, and padding predicts it.
 
     Of `shift_labels` that is the place of the padding before the token, else the token's own. Nowhere unless the
-    micro-batch's `padding_predicts`.
+    micro-batch's `padding_predicts_label`.
     """
     next_BS, labels_BS = _read_next_labels(batch), batch.labels_BS
-    if not batch.padding_predicts or batch.action_mask_BA is not None or (next_BS is None and labels_BS is None):
+    if not batch.padding_predicts_label or batch.action_mask_BA is not None or (next_BS is None and labels_BS is None):
         return torch.zeros_like(batch.attention_mask_BS)
     is_first_BS = batch.attention_mask_BS & (batch.attention_mask_BS.cumsum(dim=1) == 1)
     is_first_BS[:, 0] = False
@@ -237,7 +237,7 @@ def count_predicted_by_padding(batch: MicroBatch) -> int:
     """Count the labels that padding predicts in a model's own loss; 0 where a row holds several documents."""
     if find_documents(batch).has_shared_rows:
         return 0
-    return int(_find_predicted_by_padding(replace(batch, padding_predicts=True)).sum())
+    return int(_find_predicted_by_padding(replace(batch, padding_predicts_label=True)).sum())
 
 
 def _read_next_labels(batch: MicroBatch) -> Tensor | None:

@@ -17,7 +17,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from actor_init.action_log_probs import action_log_probs
 from actor_init.adapters import Adapter, add_adapter
-from actor_init.declarations.backends import find_declaration
+from actor_init.declarations.backends import find_backend_declaration
 from actor_init.head.head_patch import find_head
 from actor_init.inputs.packing import prepare_inputs
 from actor_init.model import ModelSource, build_on_meta
@@ -69,7 +69,7 @@ def explain_whole_head(spec: ActorSpec, source: ModelSource) -> str:
         return "a user's model"
     if spec.compile is Compile.DEEPCOMPILE:
         return "DeepCompile's graph is the whole model"
-    if spec.parallel.tp > 1 and not find_declaration(spec.backend).splits_head:
+    if spec.parallel.tp > 1 and not find_backend_declaration(spec.backend).splits_head:
         return f"{spec.backend} gives every tp rank the whole vocabulary"
     return _explain_adapted_head(source.config, source.adapter)
 

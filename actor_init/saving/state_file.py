@@ -26,7 +26,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers import PreTrainedModel
 
 from actor_init.as_json import from_json
-from actor_init.declarations.backends import find_declaration
+from actor_init.declarations.backends import find_backend_declaration
 from actor_init.model import ModelSource, strip_config
 from actor_init.optimizer import Progress, load_schedule
 from actor_init.spec import ActorSpec, UsageError
@@ -168,7 +168,7 @@ class SavedState:
         """Raise UsageError, before anything is built, unless this state can be loaded exactly."""
         setting = Setting("load_state", folder)
         current = self.from_actor(spec, source, world, Progress.from_schedule(None), num_inputs=0, versions={})
-        state_format = find_declaration(current.backend).state_format
+        state_format = find_backend_declaration(current.backend).state_format
         assert state_format is not None, (
             f"{current.backend} loads no state, and a ReplaySpec that asks for it is refused"
         )

@@ -69,8 +69,8 @@ class MicroBatch:
     left_out          arguments that could not be kept: name to type, as `processor: mine.ImageProcessor`
     trains            whether autograd was on
     has_noted_mask    the action mask was noted beside the call, whose arguments were the model's own
-    padding_predicts  a label of a row's first token counts where padding stands before it, as in a model's own loss:
-                      what the model computes at that padding predicts it
+    padding_predicts_label  a label of a row's first token counts where padding stands before it, as in a model's own
+                      loss: what the model computes at that padding predicts it
 
     Raises CaptureError where these do not fit together.
     """
@@ -86,7 +86,7 @@ class MicroBatch:
     trains: bool
     origin: Origin
     has_noted_mask: bool = False
-    padding_predicts: bool = False
+    padding_predicts_label: bool = False
 
     def __post_init__(self) -> None:
         shape = tuple(self.sequences_BS.shape)

@@ -56,7 +56,7 @@ class TrainingModeReader:
 def read_training_mode(model: nn.Module) -> TrainingMode:
     """Read the flag of the model inside its wrappers, and name the parts whose flag is another one."""
     inner_model = _unwrap(model)
-    return {"model": bool(inner_model.training), "parts": list(_list_switched_parts(inner_model, ""))}
+    return {"model": bool(inner_model.training), "parts": list(_list_modules_in_other_mode(inner_model, ""))}
 
 
 def _unwrap(module: nn.Module) -> nn.Module:
@@ -67,10 +67,10 @@ def _unwrap(module: nn.Module) -> nn.Module:
     return _unwrap(children[name]) if len(children) == 1 and is_wrapper else module
 
 
-def _list_switched_parts(module: nn.Module, name: str) -> Iterator[str]:
+def _list_modules_in_other_mode(module: nn.Module, name: str) -> Iterator[str]:
     """Name the modules inside `module` whose flag is another one than that of the module around them."""
     for child_name, child in module.named_children():
         full_name = f"{name}.{child_name}" if name else child_name
         if child.training != module.training:
             yield strip_wrappers(full_name)
-        yield from _list_switched_parts(child, full_name)
+        yield from _list_modules_in_other_mode(child, full_name)

@@ -258,7 +258,7 @@ def is_in_eval_mode(recorded: RecordedPass) -> bool:
 def drew_masks_without_gradient(recorded: RecordedPass) -> bool:
     """Tell whether a pass that trained nothing ran in training mode and drew random numbers."""
     is_training = recorded.training is not None and recorded.training["model"]
-    return not recorded.trains and is_training and recorded.draws is not None and recorded.draws.has_moved
+    return not recorded.trains and is_training and recorded.draws is not None and recorded.draws.has_any
 
 
 def _check_random_states(subject: LintSubject) -> Iterator[LintRemark]:
@@ -268,7 +268,7 @@ def _check_random_states(subject: LintSubject) -> Iterator[LintRemark]:
     """
     by_state: dict[tuple[int | None, frozenset[tuple[str, bytes]]], list[RecordedPass]] = {}
     for recorded in subject.trained:
-        if recorded.draws is not None and recorded.draws.has_moved:
+        if recorded.draws is not None and recorded.draws.has_any:
             state = frozenset(recorded.draws.before.items())
             by_state.setdefault((recorded.rank, state), []).append(recorded)
     repeated = [passes for passes in by_state.values() if len({recorded.num_steps_before for recorded in passes}) > 1]

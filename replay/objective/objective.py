@@ -269,7 +269,7 @@ def name_noted_objective(call: Call, batch: MicroBatch, dtypes: Sequence[str]) -
     return RECORDED.name if batch.loss_targets_BS is not None and is_of_log_probs(call, dtypes) else None
 
 
-def padding_may_predict(spec: ReplayParts) -> bool:
+def padding_may_predict_label(spec: ReplayParts) -> bool:
     """May a label count that padding predicts, as in a model's own loss, if rows are padded as captured?
 
     Not where packed rows were typed, nor where parity compares runs of the same tokens in any layout.

@@ -8,7 +8,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Self
 
-from actor_init.declarations.backends import find_backends, find_declaration
+from actor_init.declarations.backends import find_backend_declaration, find_backends
 from actor_init.spec import RANDOM_WEIGHTS, ActorSpec, UsageError, option
 from capture.facts import Setting
 from replay.options.declarations import OBJECTIVES, list_objectives_with
@@ -414,7 +414,7 @@ class ReplayParts:
             if self.actor.optimizer == "none":
                 advice = f"Try: {model} and {Setting('model')} for weights alone"
                 raise UsageError(state, no_optimizer, advice)
-            if find_declaration(self.actor.backend).state_format is None:
+            if find_backend_declaration(self.actor.backend).state_format is None:
                 other = Setting("backend", find_backends(lambda declaration: declaration.state_format is not None)[0])
                 advice = f"Try: {other}, or {model} for weights alone"
                 raise UsageError(state, f"is not there for {self.actor.backend}", advice)

@@ -10,7 +10,7 @@ from enum import StrEnum
 from pathlib import Path
 from unicodedata import combining, east_asian_width
 
-from actor_init.declarations.backends import find_declaration
+from actor_init.declarations.backends import find_backend_declaration
 
 Columns = dict[str, list[str]]
 Pairs = list[tuple[str, str]]
@@ -35,7 +35,7 @@ def list_run_letters(number: int) -> list[str]:
 
 def describe_engine(backend: str, zero_stage: object) -> str:
     """Describe an engine as `deepspeed, ZeRO stage 1`, or just by the name of a backend that does not shard."""
-    return f"{backend}, ZeRO stage {zero_stage}" if find_declaration(backend).shards else backend
+    return f"{backend}, ZeRO stage {zero_stage}" if find_backend_declaration(backend).shards else backend
 
 
 def format_milliseconds(seconds: float | None) -> str:

@@ -7,7 +7,7 @@ from typing import Self
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
-from actor_init.declarations.backends import find_declaration
+from actor_init.declarations.backends import find_backend_declaration
 from actor_init.declarations.backends.declaration import BytesPerParameter
 from actor_init.model import build_on_meta, count_parameters, find_blocks
 from actor_init.optimizer import TORCH_DTYPES
@@ -72,7 +72,7 @@ def compute_declared_bytes(
     config: PretrainedConfig, actor: ActorSpec, measure: MeasureSpec, num_data_ranks: int
 ) -> Mapping[HolderKind, float]:
     """Return the bytes that a rank holds whatever it is fed, as the backend declares it."""
-    holding = find_declaration(actor.backend).predict_memory(actor, measure.steps)
+    holding = find_backend_declaration(actor.backend).predict_memory(actor, measure.steps)
     share_elsewhere = 1 - 1 / num_data_ranks
     num_parameters = count_parameters(config) / actor.parallel.tp
 
@@ -113,7 +113,7 @@ def predict_savings(holders: Sequence[Holder], spec: ActorSpec, size: PassSize) 
         # Without autograd the activations are those of one block, however many blocks there are.
         activations = held.activations * (share if size.trains else 1.0)
         predictions[f"--num-layers {half}"] = replace(fewer, activations=activations)
-    if find_declaration(spec.backend).shards:
+    if find_backend_declaration(spec.backend).shards:
         ranks = "twice as many ranks"
         ranks += "" if spec.resolved_zero_stage == 3 else " and --zero-stage 3"
         predictions[ranks] = held.scale_parameters(0.5, states=0.5)

@@ -4,7 +4,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from actor_init.declarations.backends import find_declaration
+from actor_init.declarations.backends import find_backend_declaration
 from actor_init.model import ModelSource
 from actor_init.spec import ActorSpec
 from capture.file_format.actor_config import read_frozen_names
@@ -27,12 +27,12 @@ class FrozenParameters:
     always  those that it trained in no pass
     later   those that it did not train besides, by the forward from which on that is so; empty: they are the same in
             all passes, or the replay does not follow the change
-    unfollowed_from  the forward from which on the job trained other parameters, which this backend cannot follow
+    first_unfollowed_forward  that from which on the job trained other parameters, which this backend cannot follow
     """
 
     always: frozenset[str] = frozenset()
     later: Mapping[int, frozenset[str]] = field(default_factory=dict)
-    unfollowed_from: int | None = None
+    first_unfollowed_forward: int | None = None
 
 
 def find_frozen_in_job(
@@ -61,8 +61,8 @@ def find_frozen_in_job(
         if facts.recording == first_call.recording and facts.trains
     ]
     later = _date_changes(stated, checker.names, rounds)
-    unfollowed_from = sorted(later)[1] if later and not _follows_changes(spec.actor) else None
-    if later and unfollowed_from is None:
+    first_unfollowed_forward = sorted(later)[1] if later and not _follows_changes(spec.actor) else None
+    if later and first_unfollowed_forward is None:
         always = frozenset.intersection(*later.values())
         return FrozenParameters(
             always=always, later={forward: names - always for forward, names in sorted(later.items())}
@@ -72,13 +72,13 @@ def find_frozen_in_job(
         names = sorted(_list_frozen_first(stated[0], checker.names))
     num_frozen = None if first_call.weights is None else first_call.weights.num_frozen
     if not names or num_frozen != len(names):
-        return FrozenParameters(unfollowed_from=unfollowed_from)
-    return FrozenParameters(always=checker.translate_names(names), unfollowed_from=unfollowed_from)
+        return FrozenParameters(first_unfollowed_forward=first_unfollowed_forward)
+    return FrozenParameters(always=checker.translate_names(names), first_unfollowed_forward=first_unfollowed_forward)
 
 
 def _follows_changes(actor: ActorSpec) -> bool:
     """Tell whether the optimizer can pass over a parameter in a step; one that steps flat pieces of several cannot."""
-    return not find_declaration(actor.backend).cuts_parameters(actor)
+    return not find_backend_declaration(actor.backend).cuts_parameters(actor)
 
 
 def _list_frozen_first(facts: ModelFacts, names: Collection[str]) -> frozenset[str]:

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import torch
 
-from actor_init.declarations.backends import find_declaration
+from actor_init.declarations.backends import find_backend_declaration
 from actor_init.fused.liger import find_liger_lack
 from actor_init.model import ModelSource
 from actor_init.model_form import HeadForm
@@ -107,7 +107,7 @@ def _choose_whole(actor: ActorSpec, needs_whole: str, why_whole_logits: str) -> 
     is_option = (
         bool(why_whole_logits)
         or actor.compile is Compile.DEEPCOMPILE
-        or (actor.parallel.tp > 1 and not find_declaration(actor.backend).splits_head)
+        or (actor.parallel.tp > 1 and not find_backend_declaration(actor.backend).splits_head)
     )
     by = ChosenBy.OPTION if is_option else ChosenBy.MODEL
     return ResolvedChoice(setting=HEAD, value=Head.WHOLE, by=by, why=needs_whole)
@@ -146,7 +146,7 @@ def _choose_loss_compiler(
     outside a graph, and so does all of the loss.
     """
     was_compiled = by is ChosenBy.JOB and _had_compiled_loss(first_call)
-    if actor.parallel.tp > 1 and find_declaration(actor.backend).splits_head:
+    if actor.parallel.tp > 1 and find_backend_declaration(actor.backend).splits_head:
         return None, f"{spell_setting(Setting('tp', actor.parallel.tp))} splits it" if was_compiled else ""
     if actor.compile is Compile.BLOCKS:
         return actor.compile_lengths, ""

@@ -12,7 +12,7 @@ from transformers import PretrainedConfig
 
 from actor_init.attention.kernel_choice import find_kernel_obstacle
 from actor_init.declarations.attention import find_job_kernel
-from actor_init.declarations.backends import find_declaration
+from actor_init.declarations.backends import find_backend_declaration
 from actor_init.fused.liger import find_liger_lack
 from actor_init.inputs.documents import BORDER_NAMES
 from actor_init.model import ModelSource, find_model
@@ -32,7 +32,7 @@ from replay.verdict.pass_values import list_job_dtypes
 from replay.verdict.random_draws import RandomDraws
 
 DTYPES = {"bfloat16": Dtype.BF16, "float16": Dtype.FP16}
-PADDING_PREDICTS = "padding on the left predicts labels of the job's loss"
+PADDING_PREDICTS_LABEL = "padding on the left predicts labels of the job's loss"
 
 
 def choose_from_job(
@@ -58,42 +58,42 @@ def apply_choices(actor: ActorSpec, choices: Sequence[ResolvedChoice]) -> ActorS
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ChosenKernel:
+class ChosenAttention:
     """The word for the attention kernel: what was typed, or the job's; auto where another has yet to be chosen.
 
     why  the reason, for the header; empty where nobody would ask for one
     """
 
-    attention: str
+    word: str
     why: str = ""
 
 
 def choose_job_kernel(
     spec: ActorSpec, first_call: Call | None, device: torch.device, config: PretrainedConfig
-) -> ChosenKernel:
+) -> ChosenAttention:
     """Return what was typed, else the kernel that the job had, if it can be had here; else auto, with the reason."""
     if spec.attention != Attention.AUTO or spec.is_custom or spec.parallel.ring > 1:
-        return ChosenKernel(attention=spec.attention)
+        return ChosenAttention(word=spec.attention)
     on_cuda = device.type == "cuda"
     job_word = None if first_call is None else first_call.environment.get("attention")
     instead = "the fastest here that the kernel check finds right" if on_cuda else "what a CPU has"
     if job_word is None:
         why = f"{instead}; the captures do not name the job's" if on_cuda else ""
-        return ChosenKernel(attention=Attention.AUTO, why=why)
+        return ChosenAttention(word=Attention.AUTO, why=why)
     kernel = find_job_kernel(job_word)
     if kernel is None:
-        return ChosenKernel(attention=Attention.AUTO, why=f"{instead}; the job's {job_word} is not known here")
+        return ChosenAttention(word=Attention.AUTO, why=f"{instead}; the job's {job_word} is not known here")
     lack = find_kernel_obstacle(kernel.word, device, spec.dtype)
     if lack is not None:
-        return ChosenKernel(attention=Attention.AUTO, why=f"{instead}; of the job's {job_word}: {lack.text}")
+        return ChosenAttention(word=Attention.AUTO, why=f"{instead}; of the job's {job_word}: {lack.text}")
     if kernel.find_obstacle(config):
-        return ChosenKernel(
-            attention=Attention.AUTO, why=f"{instead}; {config.model_type} does not take the job's {job_word}"
+        return ChosenAttention(
+            word=Attention.AUTO, why=f"{instead}; {config.model_type} does not take the job's {job_word}"
         )
     if on_cuda and kernel.packed.reads_mask and spec.packs and _is_padded(first_call):
         why = f"{instead}; the job's {job_word} had padded rows, and packed ones need a mask of all pairs of tokens"
-        return ChosenKernel(attention=Attention.AUTO, why=why)
-    return ChosenKernel(attention=kernel.word, why=f"as the job's {job_word}" if on_cuda else "")
+        return ChosenAttention(word=Attention.AUTO, why=why)
+    return ChosenAttention(word=kernel.word, why=f"as the job's {job_word}" if on_cuda else "")
 
 
 def _choose_dtype(actor: ActorSpec, first_call: Call | None, device_type: str) -> ResolvedChoice:
@@ -115,7 +115,7 @@ def explain_missing_fp16(actor: ActorSpec, device_type: str) -> str | None:
     """Say why the backend cannot compute in a job's fp16 on a CPU; None on other devices and if it can."""
     if device_type != "cpu":
         return None
-    why = find_declaration(actor.backend).find_obstacle(replace(actor, dtype=Dtype.FP16), device_type)
+    why = find_backend_declaration(actor.backend).find_obstacle(replace(actor, dtype=Dtype.FP16), device_type)
     return None if why is None else f"the job computed in float16, and {format_error_with_flags(why)}"
 
 
@@ -132,8 +132,8 @@ def _choose_packing(spec: ReplayParts, first_call: Call | None, selection: Selec
         return choose(False, ChosenBy.MODEL)
     if actor.parallel.ring > 1:
         return choose(True, ChosenBy.OPTION, f"--ring {actor.parallel.ring} slices packed rows")
-    if selection.padding_predicts:
-        return choose(False, ChosenBy.JOB, PADDING_PREDICTS)
+    if selection.padding_predicts_label:
+        return choose(False, ChosenBy.JOB, PADDING_PREDICTS_LABEL)
     if spec.measure.verdict is VerdictRule.STRICT and _is_padded(first_call):
         return choose(False, ChosenBy.JOB, "its rows were padded, and --verdict strict was given")
     if _is_padded(first_call) and _draws_masks(first_call):
@@ -190,7 +190,7 @@ def _is_padded(first_call: Call | None) -> bool:
 def _draws_masks(first_call: Call | None) -> bool:
     """Is the first pass known to have drawn random numbers while it trained?"""
     draws = None if first_call is None or not first_call.trains else RandomDraws.from_call(first_call)
-    return draws is not None and draws.has_moved
+    return draws is not None and draws.has_any
 
 
 def find_source(spec: ReplayParts) -> ModelSource:

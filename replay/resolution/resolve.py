@@ -1,4 +1,6 @@
-"""Make the choices of a run once, on all ranks together, before its actor is opened; a few need the open actor.
+"""Make the choices of a run once, on all ranks together, before its actor is opened.
+
+A few are filled in later, from the open actor (`ResolvedReplay.complete`).
 
 What was typed stays. Every other choice is the job's, as its captures tell it, if the model and this machine allow it;
 probes of a small copy tell what the model allows. Else it is what the model, the machine or another option requires;
@@ -10,7 +12,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import fields, replace
 
 from actor_init.attention.kernel_choice import choose_kernel_on_all_ranks
-from actor_init.declarations.backends import find_declaration
+from actor_init.declarations.backends import find_backend_declaration
 from actor_init.declarations.optimizers import OPTIMIZERS
 from actor_init.model import ModelSource
 from actor_init.model_form import Layout
@@ -43,8 +45,8 @@ from replay.output.text import name_some
 from replay.resolution.frozen_parameters import find_frozen_in_job
 from replay.resolution.head_choice import choose_head
 from replay.resolution.job_defaults import (
-    PADDING_PREDICTS,
-    ChosenKernel,
+    PADDING_PREDICTS_LABEL,
+    ChosenAttention,
     apply_choices,
     choose_from_job,
     choose_job_kernel,
@@ -73,6 +75,15 @@ def resolve(
     settings that have a default: those of the backend, the optimizer, the inputs and the objective. Each choice is
     listed with who made it and why.
 
+    Here the spec of the actor has seven stages:
+    1. `spec.actor`: what was typed
+    2. `filled_spec.actor`: with what the captures tell: dtype, packing, fused modules, accumulation, routing
+    3. `actor_with_steps`: with the optimizer, from here on in `filled_spec` too
+    4. `actor_before_probes`: with the job's attention kernel, if it can be had here
+    5. `actor`: with the layout of rows, and the kernel that is right for it
+    6. `actor` again: with how log-probs come from the head
+    7. `named_actor`: with the chosen kernel's word, if it has one
+
     spec        what was typed
     selection   the inputs of this rank, and what the captures tell of the job's windows
     first_call  the call of this rank's first capture; None if it cannot be read
@@ -98,10 +109,10 @@ def resolve(
     if steps.followed is not None:
         source = replace(source, optimizer_groups=steps.followed.groups)
 
-    kernel: ChosenKernel = world.from_first(
+    attention: ChosenAttention = world.from_first(
         choose_job_kernel(filled_spec.actor, first_call, world.device, source.config)
     )
-    actor_before_probes = replace(filled_spec.actor, attention=kernel.attention)
+    actor_before_probes = replace(filled_spec.actor, attention=attention.word)
     is_packing_typed = spec.actor.packing is not None
     actor, layout = choose_layout(
         actor_before_probes,
@@ -111,18 +122,16 @@ def resolve(
         trains=filled_spec.inputs.passes is not Passes.ROLLOUT,
     )
     if actor.attention != actor_before_probes.attention:
-        kernel = replace(kernel, why=WHY_KERNEL_OF_PROBE)
-    # The header prints the layout with its reason (`Layout.describe`): here, that the job's labels need padded rows.
-    if selection.padding_predicts and not is_packing_typed and not layout.why:
-        layout = replace(layout, why=PADDING_PREDICTS)
+        attention = replace(attention, why=WHY_KERNEL_OF_PROBE)
+    # The header of the run prints the layout with its reason (`Layout.describe`): the job's labels need padded rows.
+    if selection.padding_predicts_label and not is_packing_typed and not layout.why:
+        layout = replace(layout, why=PADDING_PREDICTS_LABEL)
     why_whole_logits = explain_whole_logits(filled_spec, objective)
     source = replace(source, layout=layout)
     head, head_choice = choose_head(
         filled_spec, actor, source, selection, first_call, world, why_whole_logits=why_whole_logits
     )
     actor, source = replace(actor, head=head_choice.value), replace(source, head=head)
-    # `named_actor.attention` is the chosen kernel's word, if it has one. `actor.attention` is still `auto` if neither
-    # the user nor the job nor the probe named a kernel: by that `_explain_attention` knows who chose.
     kernel_name = choose_kernel_on_all_ranks(actor, world, source.config)
     named_actor = name_kernel(actor, kernel_name)
 
@@ -133,7 +142,8 @@ def resolve(
     ]
     choices = [
         *(_explain_packing(choice, actor, layout) if choice.setting == PACKING else choice for choice in job_choices),
-        _explain_attention(kernel, kernel_name, spec.actor, actor_before_probes, actor),
+        # `_explain_attention` needs `actor`, not `named_actor`: an `auto` there means that nobody named a kernel.
+        _explain_attention(attention, kernel_name, spec.actor, actor_before_probes, actor),
         *_explain_model(filled_spec, source),
         head_choice,
         *_list_choices_left_to_actor(actor),
@@ -151,12 +161,12 @@ def resolve(
         device=world.device,
         kernel=kernel_name,
         choices=tuple(_add_typed(choices, spec)),
-        attention_reason=kernel.why,
+        attention_reason=attention.why,
         why_whole_logits=why_whole_logits,
         step_settings=steps.followed.settings if steps.followed is not None else {},
         followed_settings=steps.followed.setting_names if steps.followed is not None else frozenset(),
-        own_limit=steps.followed.own_limit if steps.followed is not None else None,
-        unfollowed_from=frozen.unfollowed_from,
+        own_clipping_limit=steps.followed.own_clipping_limit if steps.followed is not None else None,
+        first_unfollowed_forward=frozen.first_unfollowed_forward,
     )
 
 
@@ -170,7 +180,10 @@ def choose_loss(spec: ReplayParts, selection: Selection, first_call: Call | None
     if loss != LossName.AUTO:
         return ResolvedChoice(setting=LOSS, value=loss, by=ChosenBy.TYPED)
     noted, obstacle = selection.noted_objective, _find_noted_loss_obstacle(spec)
-    if noted is not None and obstacle is None:
+    # Runs that keep details are compared with each other, by a mean of log-probs. There is nothing to explain: no user
+    # typed that.
+    may_take_noted = noted is not None and not spec.measure.details
+    if may_take_noted and obstacle is None:
         why = "it noted its loss, advantages and old log-probs"
         if noted == RECORDED.name:
             why = "it computes its loss from the model's logits, whose gradient was recorded"
@@ -182,7 +195,7 @@ def choose_loss(spec: ReplayParts, selection: Selection, first_call: Call | None
         usual_loss = LossName.STAND_IN
     if usual_loss != LossName.STAND_IN:
         return ResolvedChoice(setting=LOSS, value=str(usual_loss), by=ChosenBy.JOB, why="its captures have labels")
-    if noted is not None and obstacle:
+    if may_take_noted and obstacle is not None:
         return ResolvedChoice(setting=LOSS, value=str(usual_loss), by=ChosenBy.OPTION, why=obstacle)
     why = "" if noted is not None else "the inputs have no labels, and no noted loss of a policy"
     if first_call is None:
@@ -196,14 +209,8 @@ def choose_loss(spec: ReplayParts, selection: Selection, first_call: Call | None
 
 
 def _find_noted_loss_obstacle(spec: ReplayParts) -> str | None:
-    """Say why a noted objective is not the loss unless it is typed; None if nothing is against it.
-
-    Empty for runs that keep details: they are compared with each other, by a mean of log-probs, and no user typed
-    anything that has to be explained.
-    """
+    """Say which options are against taking a noted objective that is not typed; None if none is."""
     inputs, measure = spec.inputs, spec.measure
-    if measure.details:
-        return ""
     if inputs.passes is not Passes.TRAIN:
         why = "takes rollout passes, too" if inputs.passes is Passes.ALL else "takes rollout passes"
         return format_error_with_flags(f"{Setting('passes', inputs.passes)} {why}, of which no loss was noted")
@@ -220,7 +227,7 @@ def explain_whole_logits(spec: ReplayParts, objective: Objective | None) -> str:
 
 
 def _explain_attention(
-    kernel: ChosenKernel, kernel_name: str, typed: ActorSpec, before_probes: ActorSpec, chosen: ActorSpec
+    attention: ChosenAttention, kernel_name: str, typed: ActorSpec, before_probes: ActorSpec, chosen: ActorSpec
 ) -> ResolvedChoice:
     """Tell who chose the attention kernel, and why.
 
@@ -235,13 +242,13 @@ def _explain_attention(
         by = ChosenBy.MACHINE
     else:
         by = ChosenBy.JOB
-    # These reasons are for where `kernel.why` is empty: on a CPU, and for a ring, of which `choose_job_kernel` says
+    # These reasons are for where `attention.why` is empty: on a CPU, and for a ring, of which `choose_job_kernel` says
     # nothing.
-    by_machine = (
+    machine_reason = (
         "the fastest of a ring's kernels that can be had here" if chosen.parallel.ring > 1 else "what a CPU has"
     )
-    default_reasons = {ChosenBy.JOB: "its captures name it", ChosenBy.MACHINE: by_machine}
-    return ResolvedChoice(setting=ATTENTION, value=kernel_name, by=by, why=kernel.why or default_reasons.get(by, ""))
+    default_reasons = {ChosenBy.JOB: "its captures name it", ChosenBy.MACHINE: machine_reason}
+    return ResolvedChoice(setting=ATTENTION, value=kernel_name, by=by, why=attention.why or default_reasons.get(by, ""))
 
 
 def _explain_packing(packing: ResolvedChoice, actor: ActorSpec, layout: Layout) -> ResolvedChoice:
@@ -284,7 +291,7 @@ def _list_choices_left_to_actor(actor: ActorSpec) -> Iterator[ResolvedChoice]:
 
 def _list_backend_and_optimizer_settings(actor: ActorSpec) -> Iterator[ResolvedChoice]:
     """Yield the ZeRO stage of the backend, and the settings of the optimizer but for its learning rate."""
-    if find_declaration(actor.backend).shards:
+    if find_backend_declaration(actor.backend).shards:
         by, why = ChosenBy.TYPED, ""
         if actor.zero_stage is None:
             by, why = ChosenBy.DEFAULT, f"{actor.backend}'s"
@@ -293,13 +300,14 @@ def _list_backend_and_optimizer_settings(actor: ActorSpec) -> Iterator[ResolvedC
         yield ResolvedChoice(setting="actor.zero_stage", value=actor.resolved_zero_stage, by=by, why=why)
     family = OPTIMIZERS.get(actor.optimizer)
     for setting in family.settings if family is not None else ():
-        value = setting.read_options(actor)
-        values = value if len(setting.options) > 1 else (value,)
-        for name, option_value in zip(setting.options, values, strict=False):
+        # A setting that no option sets has none in `options`, and is not listed.
+        read = setting.read_options(actor)
+        values = read if len(setting.options) > 1 else [read] * len(setting.options)
+        for name, value in zip(setting.options, values, strict=True):
             is_typed = getattr(actor, name) is not None
             why = "" if is_typed or family is None else f"{family.packages[0]}'s, of {actor.optimizer}"
             by = ChosenBy.TYPED if is_typed else ChosenBy.DEFAULT
-            yield ResolvedChoice(setting=f"actor.{name}", value=option_value, by=by, why=why)
+            yield ResolvedChoice(setting=f"actor.{name}", value=value, by=by, why=why)
 
 
 def _list_inputs_settings(inputs: InputsSpec, selection: Selection) -> Iterator[ResolvedChoice]:

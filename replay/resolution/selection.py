@@ -60,7 +60,7 @@ class Selection:
     not_recorded         numbers of training passes that the recording could not keep, by the reason
     grad_accumulation    as requested, else the number that reproduces the job's windows
     has_job_windows      that number was found in the captures
-    padding_predicts     padding predicts a label of the loss, so that rows have to be padded as captured
+    padding_predicts_label  padding predicts a label of the loss, so that rows have to be padded as captured
     is_whole             all passes of the kind that --passes selects are replayed, those of every rank
     recording            which recording of the folder is replayed; None with --input-file
     """
@@ -75,7 +75,7 @@ class Selection:
     not_recorded: Mapping[str, int] = field(default_factory=dict)
     grad_accumulation: int = 1
     has_job_windows: bool = False
-    padding_predicts: bool = False
+    padding_predicts_label: bool = False
     is_whole: bool = False
     recording: ChosenRecording | None = None
 
@@ -107,12 +107,12 @@ class Selection:
 class CaptureReader:
     """Read captures one by one, counting those of the other kind and those that cannot be read.
 
-    padding_predicts  labels that padding predicts are tokens of the loss
+    padding_predicts_label  labels that padding predicts are tokens of the loss
     """
 
     passes: Passes
     loss: str
-    padding_predicts: bool = False
+    padding_predicts_label: bool = False
     num_left_out: int = 0
     damaged: list[tuple[Path, str]] = field(default_factory=list)
     unreplayable: list[tuple[Path, str]] = field(default_factory=list)
@@ -147,8 +147,8 @@ class CaptureReader:
         Both are 0 for a micro-batch that no model accepts: its pass will report why.
         """
         try:
-            batch = replace(select_loss_tokens(self.loss, batch), padding_predicts=self.padding_predicts)
-            return count_action_tokens(batch), count_predicted_by_padding(batch) if self.padding_predicts else 0
+            batch = replace(select_loss_tokens(self.loss, batch), padding_predicts_label=self.padding_predicts_label)
+            return count_action_tokens(batch), count_predicted_by_padding(batch) if self.padding_predicts_label else 0
         except CaptureError:
             return 0, 0
 
@@ -220,7 +220,7 @@ def select(
     loss: str = LossName.STAND_IN,
     grad_accumulation: int | None = 1,
     packs: bool = True,
-    padding_predicts: bool = False,
+    padding_predicts_label: bool = False,
 ) -> Selection:
     """Select the inputs of `data_rank` out of `num_data_ranks`. Raises UsageError if there is nothing to replay.
 
@@ -232,11 +232,11 @@ def select(
 
     In recorded order, captures that record the optimizer step come by step. Without `grad_accumulation`, the number of
     passes in a window is chosen to reproduce the job's windows. With --order worst, the largest inputs come first, by
-    their real tokens if rows are packed (`packs`), else by their padded ones. With `padding_predicts`, labels that
-    padding predicts are tokens of the loss.
+    their real tokens if rows are packed (`packs`), else by their padded ones. With `padding_predicts_label`, labels
+    that padding predicts are tokens of the loss.
     """
     check_inputs(spec)
-    reader = CaptureReader(passes=spec.passes, loss=loss, padding_predicts=padding_predicts)
+    reader = CaptureReader(passes=spec.passes, loss=loss, padding_predicts_label=padding_predicts_label)
     order = WindowOrder(None if grad_accumulation is None else grad_accumulation * num_data_ranks, num_data_ranks)
     left_over: list[list[SelectedCapture]] = []
     not_recorded: Mapping[str, int] = {}
@@ -281,7 +281,7 @@ def select(
         rounds=described,
         grad_accumulation=grad_accumulation or job_accumulation or 1,
         has_job_windows=job_accumulation is not None,
-        padding_predicts=any(capture.num_after_padding for captures in rounds for capture in captures),
+        padding_predicts_label=any(capture.num_after_padding for captures in rounds for capture in captures),
         is_whole=not (spec.input_file or spec.skip_inputs or spec.max_inputs or spec.pick_inputs or num_left_over)
         and not (reader.damaged or reader.unreplayable),
         recording=recording,

@@ -38,9 +38,9 @@ class GeneratorObserver(PassObserver):
         return RandomDraws.from_marks(self._before.to_marks(), self._after.to_marks())
 
     @property
-    def has_moved(self) -> bool:
+    def has_drawn(self) -> bool:
         """Did the forward draw a random number?"""
-        return self.draws is not None and self.draws.has_moved
+        return self.draws is not None and self.draws.has_any
 
 
 class DrawCounter:

@@ -24,7 +24,7 @@ from replay.runner.optimizer_state import count_loaded_steps
 from replay.runner.states import EarlierPasses
 from replay.verdict.model_facts import ModelDifference, ModelDifferenceKind
 from replay.verdict.optimizer_comparison import list_setting_differences
-from replay.verdict.pass_values import is_mixture, list_switched_parts
+from replay.verdict.pass_values import is_mixture, list_modules_in_other_mode
 from replay.verdict.text import format_weights
 from replay.verdict.weight_check import WeightChecker
 
@@ -35,7 +35,7 @@ MAX_NAMED_PARTS = 4
 
 def describe_frozen_in_job(resolved: ResolvedReplay) -> str:
     """Say what is not trained, and that the backend does not follow what the job changed later; empty for neither."""
-    frozen, unfollowed = list_frozen(resolved.source), resolved.unfollowed_from
+    frozen, unfollowed = list_frozen(resolved.source), resolved.first_unfollowed_forward
     if unfollowed is None:
         return f"{frozen}, as in the job" if frozen else ""
     follower = " ".join(map(spell_setting, list_whole_backend(resolved.actor)))
@@ -215,7 +215,7 @@ class Header:
                 return {}
             if step is not None:
                 counts = count_loaded_steps(self.resolved.source)
-                followed, limit = self.resolved.followed_settings, self.resolved.own_limit
+                followed, limit = self.resolved.followed_settings, self.resolved.own_clipping_limit
                 step = step if limit is None else replace(step, max_norm=limit)
                 differing = list_setting_differences(step, actor, 0, loaded_counts=counts, followed=followed)
                 text = f"other than the job's: {'; '.join(differing)}" if differing else "as the job's"
@@ -248,7 +248,7 @@ def _describe_mode(first_call: Call, missing_parts: Sequence[str]) -> dict[str, 
         return {}
     if not training["model"]:
         return {"mode": "the job's model was in eval mode in its first pass; here it is in training mode"}
-    parts = list_switched_parts(first_call)
+    parts = list_modules_in_other_mode(first_call)
     if not parts:
         return {}
     text = f"another one than the model's, as in the job: {name_some(parts, MAX_NAMED_PARTS)}"

@@ -25,7 +25,7 @@ from replay.output.text import join_lines
 from replay.runlog import gradient_sketches
 from replay.runlog.records import CompilationSection, PassRecord
 from replay.runner.first_uses import FirstUses
-from replay.runner.run_pass import PassInputs, PassObserver
+from replay.runner.run_pass import PassInputs, PassObserver, WindowEnd
 from replay.tracing.writer import TraceWriter
 from replay.verdict.gradient_samples import GradientSamples, sample_gradients
 from replay.verdict.state_samples import StateElements, sample_states
@@ -116,17 +116,17 @@ class TraceObserver(PassObserver):
 
     def __init__(self, trace: TraceWriter) -> None:
         self._trace = trace
-        self._ends_window = False
+        self._ends_whole_window = False
 
     def before_pass(self, inputs: PassInputs) -> None:
-        self._ends_window = inputs.ends_window
+        self._ends_whole_window = inputs.window_end is WindowEnd.WHOLE
         self._trace.begin_pass(inputs.actor_inputs, inputs.window_factor)
 
     def after_forward(self, log_probs_BA: Tensor, loss: Tensor) -> None:
         self._trace.end_forward(log_probs_BA)
 
     def after_backward(self) -> None:
-        if self._ends_window:
+        if self._ends_whole_window:
             self._trace.end_window()
 
 
@@ -189,7 +189,7 @@ class OptimizerStateSampler(PassObserver):
     ) -> Self | None:
         """Return what looks at the state, if there is one before this window's end. The same on every rank."""
         has_state = source.optimizer_state is not None or backend.progress().num_steps > 0
-        return cls(backend, world, recorded) if has_state and inputs.ends_window else None
+        return cls(backend, world, recorded) if has_state and inputs.window_end is WindowEnd.WHOLE else None
 
     def after_backward(self) -> None:
         names = {name for rank_names in self._world.gather(sorted(self._recorded)) for name in rank_names}

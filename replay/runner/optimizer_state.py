@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from torch.torch_version import TorchVersion
 
-from actor_init.declarations.backends import BACKENDS, find_declaration
+from actor_init.declarations.backends import BACKENDS, find_backend_declaration
 from actor_init.model import ModelSource, build_on_meta, make_trainable
 from actor_init.optimizers.saved_state import OptimizerState
 from actor_init.optimizers.state_loading import AssignedState, TrainedParameter, assign_state
@@ -39,7 +39,7 @@ def count_loaded_steps(source: ModelSource) -> tuple[int, ...] | None:
 
 
 def _refuse_what_cannot_load(spec: ResolvedReplay, path: Path) -> None:
-    setting, declaration = Setting("optimizer_state", path), find_declaration(spec.actor.backend)
+    setting, declaration = Setting("optimizer_state", path), find_backend_declaration(spec.actor.backend)
     if TorchVersion(torch.__version__) < SAFE_LOAD_VERSION:
         why = f"needs torch {SAFE_LOAD_VERSION} or later, whose torch.load runs no code from a file"
         raise UsageError(setting, f"{why}, and {torch.__version__} is installed")

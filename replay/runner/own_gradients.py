@@ -126,7 +126,7 @@ def _measure(
     )
     by_name: dict[str, list[GradientSignature]] = {}
     for signature in signatures:
-        for name in weight_checker.match_samples([signature]):
+        for name in weight_checker.match_to_parameters([signature]):
             by_name.setdefault(name, []).append(signature)
     sampler = GradientSampler(actor.backend, {}, by_name)
     _, error = replayer.replay(index, repeater.selection.inputs[index], [sampler])

@@ -80,7 +80,7 @@ class PassRouting:
             return (PassRoutes(recorded=recorded, forces=self._forces) if recorded else None), None
         is_real_T = actor_inputs.captured_index.flatten() >= 0
         return (
-            PassRoutes(recorded=recorded, forces=self._forces, kept_logits=router_loss.logits_index),
+            PassRoutes(recorded=recorded, forces=self._forces, logits_index=router_loss.logits_index),
             RouterLossTerm(loss=router_loss, is_real_T=is_real_T, scale=scale_to_mean(call, batch)),
         )
 

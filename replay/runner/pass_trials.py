@@ -100,8 +100,10 @@ class PassTrials:
         """Read the capture of the pass. Raises what reading a capture raises."""
         spec = repeater.spec
         call = read_call(repeater.selection.inputs[own_pass.record.index])
-        padding_predicts = repeater.selection.padding_predicts and not spec.source.layout_under(spec.actor).joins_rows
-        captured = replace(call.micro_batch(), padding_predicts=padding_predicts)
+        padding_predicts_label = (
+            repeater.selection.padding_predicts_label and not spec.source.layout_under(spec.actor).joins_rows
+        )
+        captured = replace(call.micro_batch(), padding_predicts_label=padding_predicts_label)
         batch = select_loss_tokens(spec.measure.loss, captured)
         rows = CapturedRows.from_call(call, batch)
         evaluator = TrialEvaluator(

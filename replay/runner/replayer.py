@@ -22,7 +22,7 @@ from replay.objective.objective import (
     LogProbWeights,
     Objective,
     compute_negated_mean,
-    padding_may_predict,
+    padding_may_predict_label,
     select_loss_tokens,
 )
 from replay.options.option_parsing import format_error_with_flags
@@ -56,6 +56,7 @@ from replay.runner.run_pass import (
     PassInputs,
     PassObserver,
     PassOutcome,
+    WindowEnd,
     prepare_actor_inputs,
     run_pass,
     run_pass_again,
@@ -68,7 +69,7 @@ from replay.verdict.pass_values import (
     ReplayedPass,
     doubt_claims_with_router_loss,
     list_action_log_probs,
-    list_switched_parts,
+    list_modules_in_other_mode,
     read_recorded_log_probs,
     read_recorded_pass,
     read_token_positions,
@@ -123,10 +124,10 @@ class ReopenableActor:
 class Replayer:
     """Replay captures through an actor, one after another, and keep track of the accumulation window.
 
-    `replay` reads a capture, runs its pass and returns its record with the evidence. When each rank has the records of
-    all ranks of that pass, they may decide together to run it once more: `search_latest_pass` searches it for its first
-    NaN or infinity, and `add_second_run` measures it again. After a pass that failed, `reopen_after_failure` opens the
-    actor again.
+    `replay` reads a capture, runs its pass and returns its evidence, which holds its record, and its error, if any.
+    When each rank has the records of all ranks of that pass, they may decide together to run it once more:
+    `search_latest_pass` searches it for its first NaN or infinity, and `add_second_run` measures it again. After a pass
+    that failed, `reopen_after_failure` opens the actor again.
 
     trace       writes sketches of what each layer computed; None: the run is not traced
     rounds      the round of each pass: the inputs that the data ranks replay at the same time; empty: unknown
@@ -162,7 +163,7 @@ class Replayer:
         self._first_uses = FirstUseObserver(world.device, spec.kernel)
         self._expected_times = ExpectedTimes()
         self._latest_inputs: PassInputs | None = None
-        # The backend has a state that a pass which failed has left, and that would spoil the passes after it.
+        # A failed pass left something in the backend that would spoil later passes.
         self._must_reopen = False
         # The accumulation window has counted the pass that runs now, or ran last.
         self._is_pass_counted = False
@@ -172,10 +173,11 @@ class Replayer:
             KeptLogits() if self._objective is not None and self._objective.needs_logits_or_entropies else None
         )
         self._routing = PassRouting.open(actor.backend.model, spec)
-        # In a left-padded row the last padding token predicts the row's first token, and a model's own loss counts
-        # that. Packed rows have no padding.
         self._begin_id = getattr(self.source.config.get_text_config(), "bos_token_id", None)
-        self._padding_predicts = padding_may_predict(spec) and not self.source.layout_under(spec.actor).joins_rows
+        # In a left-padded row the last padding token predicts the label of the row's first token, and a model's own
+        # loss counts that. Joined rows have no padding.
+        has_padding = not self.source.layout_under(spec.actor).joins_rows
+        self._padding_predicts_label = has_padding and padding_may_predict_label(spec)
 
     def reopen_after_failure(self) -> None:
         """Open the actor again if a pass that failed has left something in it.
@@ -197,7 +199,7 @@ class Replayer:
         ranks have such a tensor. All ranks must call this.
         """
         assert self._latest_inputs is not None
-        self.tracker.enter_phase(RankPhase.LOOKING)
+        self.tracker.enter_phase(RankPhase.SEARCHING_NON_FINITE)
         has_stepped = self.follower.has_stepped
         tensor_name = self.non_finite_search.find_first(
             self.actor.backend, self._latest_inputs, has_stepped=has_stepped
@@ -231,9 +233,11 @@ class Replayer:
         """Replay the capture in `path` as pass `index`.
 
         The capture is read and described in the record; what the job recorded of the pass is collected for the verdict;
-        then the pass runs and its results are added. The record grows step by step, so that the record of a pass that
-        fails has all that was known before. The error is returned, not raised: it is in the record, and the caller
-        decides with the other ranks what it means for the run.
+        then the pass runs and its results are added.
+
+        Returns the evidence of the pass, and the error with which it failed; None: it succeeded. The record of a failed
+        pass has the error, and describes the input if the capture could be read, but has no results. The error is not
+        raised, since the caller decides with the other ranks what it means for the run.
 
         extra_observers  look at this pass, besides the observers that the run has for every pass
         """
@@ -250,13 +254,13 @@ class Replayer:
         self.tracker.begin_pass(index, path.name, place_in_window=self.window.num_passes)
         try:
             call = read_call(path)
-            batch = replace(call.micro_batch(), padding_predicts=self._padding_predicts)
+            batch = replace(call.micro_batch(), padding_predicts_label=self._padding_predicts_label)
             record = replace(record, input=_describe_input(batch))
-            weights = self.weight_checker.check(call.weights)
-            recorded = read_recorded_pass(call, batch, self.spec.measure.loss, weights, self._begin_id)
-            router_loss = self._routing.find_router_loss(call)
-            if router_loss is not None and router_loss.why_not_computed is not None:
-                recorded = doubt_claims_with_router_loss(recorded, router_loss.why_not_computed)
+            comparison = self.weight_checker.check(call.weights)
+            recorded = read_recorded_pass(call, batch, self.spec.measure.loss, comparison, self._begin_id)
+            job_router_loss = self._routing.find_router_loss(call)
+            if job_router_loss is not None and job_router_loss.why_not_computed is not None:
+                recorded = doubt_claims_with_router_loss(recorded, job_router_loss.why_not_computed)
             self.tracker.set_shapes(batch.num_rows, batch.num_padded_tokens, batch.num_real_tokens)
             batch = select_loss_tokens(self.spec.measure.loss, add_model_positions(batch, self.source.config))
             record, replayed = self._run_micro_batch(record, call, batch, extra_observers)
@@ -288,7 +292,7 @@ class Replayer:
     def _run_micro_batch(
         self, record: PassRecord, call: Call, batch: MicroBatch, extra_observers: Sequence[PassObserver]
     ) -> tuple[PassRecord, ReplayedPass]:
-        """Run the pass of a micro-batch, and return its record with results, and what the verdict needs besides.
+        """Run the pass of a micro-batch. Returns `record` with its results, and what the verdict needs besides.
 
         The pass enters the accumulation window, the micro-batch is laid out on the device, and `run_pass` runs it under
         the observers of this run. If `run_pass` fails, the actor has to be opened again. After a pass that succeeded,
@@ -296,28 +300,29 @@ class Replayer:
         written.
         """
         gradients = call.step.gradients if call.step is not None else None
-        gradient_samples = self.weight_checker.match_samples(gradients.samples if gradients is not None else ())
-        gradient_signatures = self.weight_checker.match_samples(call.step.signatures if call.step is not None else ())
+        gradient_samples = self.weight_checker.match_to_parameters(gradients.samples if gradients is not None else ())
+        gradient_signatures = self.weight_checker.match_to_parameters(
+            call.step.signatures if call.step is not None else ()
+        )
         self.window.enter_pass(record.index, gradient_samples, gradient_signatures, self.actor.backend)
         inputs = self._prepare_inputs(record.index, call, batch)
         inputs = self.follower.plan_step(inputs, record.index, self.actor.backend)
         self._latest_inputs = inputs
-        # The steps before this pass, which may end with one more.
+        # Steps before this pass; the pass may take one more.
         num_steps = self.follower.num_steps
         stepped_weights = self.follower.sample_weights(self.actor.backend, call.weights, self.weight_checker)
 
         run_observers = self._choose_observers(record.index, inputs)
-        generators = GeneratorObserver(self.world.device)
-        state_samples = self.weight_checker.match_samples(call.step.state if call.step is not None else ())
+        generator_observer = GeneratorObserver(self.world.device)
+        state_samples = self.weight_checker.match_to_parameters(call.step.state if call.step is not None else ())
         state_sampler = OptimizerStateSampler.choose(self.actor.backend, self.source, self.world, inputs, state_samples)
-        observers = [generators, *extra_observers, *run_observers.in_order]
+        observers = [generator_observer, *extra_observers, *run_observers.in_order]
         observers += [state_sampler] if state_sampler is not None else []
         try:
             outcome = run_pass(self.actor.backend, inputs, self._clock, observers)
         except (Exception, SystemExit):
             self._must_reopen = True
             raise
-        window = self.window.first_index if inputs.runs_backward else None
         self.window.count_pass(runs_backward=inputs.runs_backward)
         self._is_pass_counted = True
         cost = self.follower.leave_out_state(outcome.cost)
@@ -329,9 +334,9 @@ class Replayer:
             weights=weigher.weights if weigher is not None else LogProbWeights(),
             gradient=gradient_sampler.samples if gradient_sampler is not None else None,
             state=state_sampler.samples if state_sampler is not None else {},
-            draws=generators.draws,
+            draws=generator_observer.draws,
             # Asking waits for the device, and only a pass with random masks needs the answer.
-            has_job_layout=generators.has_moved and has_job_layout(inputs, batch, self.spec.actor.parallel),
+            has_job_layout=generator_observer.has_drawn and has_job_layout(inputs, batch, self.spec.actor.parallel),
             flips=outcome.flips,
             has_job_routes=self._routing.has_job_routes(outcome.flips),
             stepped=stepped_weights,
@@ -346,7 +351,7 @@ class Replayer:
         record = run_observers.add_to(
             replace(
                 record,
-                window=window,
+                window=self.window.first_index if inputs.runs_backward else None,
                 input=replace(record.input, fed_tokens=fed_tokens),
                 cost=cost,
                 result=replace(
@@ -363,9 +368,9 @@ class Replayer:
 
     def _choose_observers(self, index: int, inputs: PassInputs) -> RunObservers:
         """Return what this run looks at in one pass. The same on every rank."""
-        backend, ends_window = self.actor.backend, inputs.ends_window
-        has_samples = ends_window and self.window.has_gradient_samples(index)
-        folder = self.details_folder if ends_window else None
+        backend, ends_whole_window = self.actor.backend, inputs.window_end is WindowEnd.WHOLE
+        has_samples = ends_whole_window and self.window.has_gradient_samples(index)
+        folder = self.details_folder if ends_whole_window else None
         return RunObservers(
             first_uses=self._first_uses,
             compilation=CompilationCounter(),
@@ -377,19 +382,27 @@ class Replayer:
             else None,
             sketch=GradientSketcher(backend, folder, index, self.world) if folder is not None else None,
             loss_check=LossCheck(self.non_finite_search.is_needed_for_loss, self._search_before_step)
-            if inputs.takes_step
+            if inputs.has_measured_step
             else None,
         )
 
     def _prepare_inputs(self, index: int, call: Call, batch: MicroBatch) -> PassInputs:
-        """Lay a micro-batch out on the device, with its loss, and its place in the window. All ranks must call this."""
+        """Return a micro-batch laid out on the device, with its loss and its place in the window, still without a step.
+
+        Raises CaptureError or UsageError where the model or its kernel cannot take the micro-batch, and ObjectiveError
+        where the capture lacks what the objective needs. All ranks must call this.
+        """
         has_reversed_rows, measure = self.spec.inputs.reverse_rows, self.spec.measure
         runs_backward = batch.trains and measure.backward
-        ends_window = self.window.ends_with_next_pass(runs_backward=runs_backward)
+        window_end = WindowEnd.NONE
+        if self.window.ends_with_next_pass(runs_backward=runs_backward):
+            window_end = WindowEnd.INCOMPLETE if self.window.is_incomplete else WindowEnd.WHOLE
         recorded = self._read_recorded_for_objective(call, batch)
         fed_batch = with_rows_reversed(batch) if has_reversed_rows else batch
         actor_inputs = prepare_actor_inputs(fed_batch, self.spec.actor, self.source, self.world)
-        actor_inputs = replace(actor_inputs, switched_parts=list_switched_parts(call) if batch.trains else ())
+        actor_inputs = replace(
+            actor_inputs, modules_in_other_mode=list_modules_in_other_mode(call) if batch.trains else ()
+        )
         if recorded is None:
             # The loss of stand-in and sft is a mean of log-probs, so its gradient is the same for each log-prob. Then
             # the head may compute its gradients in the forward already, which would be wasted if no backward follows.
@@ -398,7 +411,7 @@ class Replayer:
         else:
             actor_inputs = replace(actor_inputs, kept_logits=self._kept_logits)
             compute_loss = self._make_objective_loss(actor_inputs, recorded)
-        routes, router_loss = self._routing.prepare(call, batch, actor_inputs)
+        routes, router_loss_term = self._routing.prepare(call, batch, actor_inputs)
         return PassInputs(
             actor_inputs=actor_inputs,
             compute_loss=compute_loss,
@@ -407,14 +420,14 @@ class Replayer:
             runs_backward=runs_backward,
             loss_weight=self._choose_loss_weight(index, recorded),
             window_factor=self.window.usual_size / self.window.size,
-            ends_window=ends_window and not self.window.is_incomplete,
-            drops_gradient=ends_window and self.window.is_incomplete,
+            window_end=window_end,
+            # `origin.step` counts forwards, not steps.
             untrained=self.source.find_frozen_at(call.origin.step),
             random_states=call.random,
             captured_row_length=batch.sequences_BS.shape[1],
             has_reversed_rows=has_reversed_rows,
             routes=routes,
-            router_loss=router_loss,
+            router_loss_term=router_loss_term,
         )
 
     def _read_recorded_for_objective(self, call: Call, batch: MicroBatch) -> RecordedForObjective | None:
@@ -429,12 +442,12 @@ class Replayer:
         return recorded
 
     def _choose_loss_weight(self, index: int, recorded: RecordedForObjective | None) -> float:
-        """Return the factor on the pass's loss. The backend averages over the window's passes on all data ranks."""
+        """Return the factor on the pass's loss. The backend divides by the window's passes times the data ranks."""
         num_window_passes = self.window.size * self.world.num_data_ranks
         if recorded is not None:
             assert self._objective is not None
-            # Where the losses of a window's passes add up to the objective, the job added them up on each rank, and
-            # averaged over the ranks. Otherwise the job and the backend average alike.
+            # Where the losses of a window's passes add up to the objective, the job divided their sum by its ranks
+            # alone. Otherwise it divided by what the backend divides by.
             return num_window_passes / recorded.num_job_ranks if self._objective.sums_over_window else 1.0
         rule = self.spec.measure.window
         if num_window_passes == 1 or rule is WindowWeights.MEAN_OF_MEANS:
@@ -484,7 +497,8 @@ class Replayer:
     ) -> ReplayedPass:
         """Collect the log-probs of the tokens that the job took samples of, and, if needed, of all action tokens."""
         is_reversed = inputs.has_reversed_rows
-        # The job's samples are log-probs of the rows' own tokens. A target that is a label may be another token.
+        # The job sampled log-probs of the tokens that stand in the rows. Where a label is the target, it may be another
+        # token than the one at its place.
         target_is_own_token_BA, first_action_column = find_targets_that_are_own_tokens(
             with_rows_reversed(batch) if is_reversed else batch
         )

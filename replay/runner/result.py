@@ -198,7 +198,7 @@ def make_verdict_settings(
         is_custom=spec.actor.is_custom,
         lacks_weights=spec.actor.lacks_weights,
         followed=spec.followed_settings,
-        own_limit=spec.own_limit,
+        own_clipping_limit=spec.own_clipping_limit,
         steps_unasked=spec.steps_unasked,
         loaded_counts=count_loaded_steps(source),
         dropout=[

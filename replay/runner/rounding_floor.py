@@ -86,7 +86,7 @@ class RunRepeater:
     @property
     def why_kernel_must_stay(self) -> str | None:
         """Say why each replay has to have one attention kernel; None if another one changes rounding alone."""
-        if self.selection.padding_predicts and not self.spec.actor.packs:
+        if self.selection.padding_predicts_label and not self.spec.actor.packs:
             return "another attention kernel computes other logits at the padding that predicts a label"
         if _find_chosen_kernel(self.spec) == Attention.EAGER and not has_sdpa(self.spec.source.config):
             return "the model has no other attention kernel"
@@ -197,7 +197,7 @@ def have_same_masks(
 
 def draws_masks(passes: Sequence[PassEvidence]) -> bool:
     """Tell whether the replay drew random numbers in one of these passes."""
-    return any(replayed.draws is not None and replayed.draws.has_moved for _, _, replayed in passes)
+    return any(replayed.draws is not None and replayed.draws.has_any for _, _, replayed in passes)
 
 
 def _find_roundoff(dtype: Dtype) -> float:

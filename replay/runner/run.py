@@ -13,7 +13,7 @@ from capture.facts import Setting
 from capture.file_format.capture_file import Call
 from capture.file_format.micro_batch import CaptureError
 from replay.objective.inputs import ObjectiveError, RecordedForObjective
-from replay.objective.objective import Objective, padding_may_predict
+from replay.objective.objective import Objective, padding_may_predict_label
 from replay.options.resolved import ChosenBy, ResolvedReplay
 from replay.options.spec import ReplaySpec, is_objective
 from replay.output.printing import open_console, print_table
@@ -109,7 +109,7 @@ def _select(spec: ReplaySpec, world: World) -> Selection:
         loss=spec.measure.loss,
         grad_accumulation=spec.actor.grad_accumulation,
         packs=spec.actor.packs,
-        padding_predicts=padding_may_predict(spec),
+        padding_predicts_label=padding_may_predict_label(spec),
     )
 
 

@@ -1,9 +1,11 @@
-"""Run one pass through an open actor. Nothing else calls a backend's `forward`, `backward` or `end_window`.
+"""Run one pass through an open actor.
+
+No other code of replay/ calls a backend's `forward`, `backward` or `end_window`.
 
     outcome = run_pass(backend, inputs, MeterClock(meter, world), observers)
 
-A replay, its second run of a slow pass, the search for the first NaN, a profile, `diagnose` and `mismatch` all run
-their passes here. What differs between them is in the inputs, the clock and the observers.
+A replay, its second run of a slow pass, the search for the first NaN, a profile, the trials of the verdict, `diagnose`
+and `mismatch` all run their passes here. What differs between them is in the inputs, the clock and the observers.
 
 The order of collectives in a pass is the same on every rank: with a clock, the ranks wait for each other; the
 collectives of the forward; those of observers after it; with a clock, the ranks wait for the slowest; the collectives
@@ -15,12 +17,13 @@ Shape letters: B rows, S tokens a row, A columns of the action mask (the last to
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from enum import Enum, auto
 from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from actor_init.attention.cudnn import refuse_inner_padding
+from actor_init.attention.cudnn import refuse_padding_between_tokens
 from actor_init.attention.kernel_choice import choose_kernel
 from actor_init.attention.ring import make_ring_slice, may_zigzag
 from actor_init.backends.protocol import Backend
@@ -45,6 +48,17 @@ from replay.watch.progress import RankPhase
 WAIT_PHASE = "wait"
 
 
+class WindowEnd(Enum):
+    """What ends with a pass: nothing, a whole accumulation window, or one that lacks a pass.
+
+    The gradient of a window that lacks a pass is none that the job had: it is cleared, and has no norm and no step.
+    """
+
+    NONE = auto()
+    WHOLE = auto()
+    INCOMPLETE = auto()
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PassInputs:
     """A micro-batch laid out on the device, and what a pass does with it.
@@ -57,18 +71,17 @@ class PassInputs:
     loss_weight          the factor on the loss in the backward
     window_factor        a further factor: the usual number of passes in a window, divided by the number in this one.
                          The backend divides by the usual number, whatever the window has
-    ends_window          the accumulation window ends with this pass
-    drops_gradient       a window that lacks a pass ends with this one: what is left of its gradient is cleared
+    window_end           which accumulation window ends with this pass
     untrained            names of parameters that get no gradient in this window, as the job did not train them then
-    takes_step           a step was asked for: it is a measured part of this pass; only with `ends_window`
-    follows_step         nobody asked for a step: the optimizer steps as the job did, when the clock has stopped; only
-                         with `ends_window`
+    has_measured_step    a step was asked for: it is a measured part of this pass; only at the end of a whole window
+    has_unmeasured_step  nobody asked for a step: the optimizer steps as the job did, when the clock has stopped; only
+                         at the end of a whole window
     step_settings        settings of the optimizer in that step; None: as the spec says
     random_states        what the random generators are set to before the forward; empty: they are left as they are
     captured_row_length  tokens in a row of the capture, including padding
     has_reversed_rows    the rows are in the reverse of the capture's order
     routes               what the routers of a mixture of experts do; None: they are left alone
-    router_loss          a term of the loss from the routers' logits, which `routes` keep
+    router_loss_term     a term of the loss from the routers' logits, which `routes` keep
     """
 
     actor_inputs: ActorInputs
@@ -78,17 +91,16 @@ class PassInputs:
     runs_backward: bool
     loss_weight: float = 1.0
     window_factor: float = 1.0
-    ends_window: bool = False
-    drops_gradient: bool = False
+    window_end: WindowEnd = WindowEnd.NONE
     untrained: frozenset[str] = frozenset()
-    takes_step: bool = False
-    follows_step: bool = False
+    has_measured_step: bool = False
+    has_unmeasured_step: bool = False
     step_settings: StepSettings | None = None
     random_states: RandomStates = field(default_factory=RandomStates)
     captured_row_length: int
     has_reversed_rows: bool = False
     routes: PassRoutes | None = None
-    router_loss: RouterLossTerm | None = None
+    router_loss_term: RouterLossTerm | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -96,8 +108,8 @@ class PassOutcome:
     """What a pass computed, without its graph.
 
     loss         with the routers' loss, and without `PassInputs.loss_weight`
-    grad_norm    of the window; None in a pass that does not end one
-    flips        for each router that was compared with the job's, how many tokens would choose other experts
+    grad_norm    of the window; None in a pass that does not end a whole one
+    flips        of each router that was compared with the job's: the tokens whose scores here choose other experts
     router_loss  the routers' part of `loss`; None: it has none
     """
 
@@ -114,8 +126,8 @@ class PassObserver:
 
     Every rank has the same observers in the same order, since one of them may gather from all ranks. An observer keeps
     nothing of the graph after `close`. `pauses_clock_after` are the phases after which it makes the device work, or
-    waits for it: the time for that is left out of the seconds of the whole pass. With BACKWARD among them, that of
-    `before_step` is left out, too.
+    waits for it: the time for that is left out of the seconds of the whole pass. If BACKWARD is among them, the time of
+    `before_step` is left out too.
     """
 
     pauses_clock_after: ClassVar[frozenset[RankPhase]] = frozenset()
@@ -133,7 +145,7 @@ class PassObserver:
         """Look at gradients before the window's end clears them. Also called in a pass without a backward."""
 
     def before_step(self, loss: Tensor) -> None:
-        """Look at a loss before the optimizer steps with its gradient. Called only in a pass that `takes_step`."""
+        """Look at a loss before the optimizer steps with its gradient. Called only in a pass with a measured step."""
 
     def after_measurement(self) -> None:
         """Read counters: the measured part of the pass has ended."""
@@ -276,10 +288,10 @@ def run_pass(
 
     With a clock, the ranks wait for each other and start it together. The forward computes log-probs and the loss; then
     with a clock all ranks wait for the slowest, so that the backward is not charged for that. The backward adds to the
-    gradient of the window. If `takes_step`, the step is measured. Otherwise a window that ends is ended after the clock
-    has stopped: its gradient norm is read, with `follows_step` the optimizer steps, and the gradients are cleared.
-    Before each phase, after forward and backward, before a measured step, and once the clock has stopped the observers
-    have their turn.
+    gradient of the window. With `has_measured_step`, the step is measured. Otherwise a window that ends is ended after
+    the clock has stopped: its gradient norm is read, with `has_unmeasured_step` the optimizer steps, and the gradients
+    are cleared. Before each phase, after forward and backward, before a measured step, and once the clock has stopped
+    the observers have their turn.
 
     clock      measures the pass; None: the pass is not measured
     observers  look at the pass; the same ones in the same order on every rank
@@ -305,7 +317,8 @@ def run_pass(
             with clock.measure("forward"):
                 log_probs_BA = backend.forward(inputs.actor_inputs, train_mode=inputs.train_mode)
                 loss = inputs.compute_loss(log_probs_BA)
-                router_loss = None if inputs.router_loss is None else inputs.router_loss.compute(routers)
+                term = inputs.router_loss_term
+                router_loss = None if term is None else term.compute(routers)
                 if router_loss is not None:
                     loss = loss + router_loss
             notifier.after_forward(log_probs_BA, loss)
@@ -319,11 +332,11 @@ def run_pass(
                     # A weight of 1 is left out: a product would launch one more CUDA kernel in a measured phase.
                     factor = inputs.loss_weight * inputs.window_factor
                     backend.backward(loss if factor == 1 else loss * factor)
-            if inputs.ends_window and inputs.untrained:
+            if inputs.window_end is WindowEnd.WHOLE and inputs.untrained:
                 drop_gradients(backend.model, inputs.untrained)
             notifier.after_backward()
 
-            if inputs.takes_step:
+            if inputs.has_measured_step:
                 notifier.before_step(loss)
                 notifier.before_phase(RankPhase.STEP)
                 with clock.measure("step"):
@@ -335,11 +348,11 @@ def run_pass(
             flips = collect_flips(routers)
 
             notifier.before_phase(RankPhase.ENDING)
-            # A job never ends a window without a step, so the time of such an end says nothing and is not measured. Nor
-            # is that of a step that nobody asked for.
-            if inputs.ends_window and not inputs.takes_step:
-                grad_norm = backend.end_window(step=inputs.follows_step, settings=inputs.step_settings)
-            elif inputs.drops_gradient:
+            # A job never ends a window without a step, so the time of such an end says nothing. Neither that end nor a
+            # step that nobody asked for is measured.
+            if inputs.window_end is WindowEnd.WHOLE and not inputs.has_measured_step:
+                grad_norm = backend.end_window(step=inputs.has_unmeasured_step, settings=inputs.step_settings)
+            elif inputs.window_end is WindowEnd.INCOMPLETE:
                 backend.end_window(step=False)
         return PassOutcome(
             log_probs_BA=log_probs_BA.detach(),
@@ -365,9 +378,18 @@ def run_pass_again(
 ) -> PassOutcome:
     """Run a pass once more, as a window of its own: it changes no weights, and clears the gradient at its end.
 
-    torch's random generators go on as if it had not run. The arguments are those of `run_pass`.
+    torch's random generators, those of `device` among them, go on as if it had not run. The other arguments are those
+    of `run_pass`.
     """
-    alone = replace(inputs, loss_weight=1.0, ends_window=inputs.runs_backward, takes_step=False, follows_step=False)
+    alone = replace(
+        inputs,
+        # A weight is the share of a pass beside the others of its window, and this pass is alone. `window_factor` may
+        # stay: it only scales the gradient, which is cleared and whose norm nobody reads.
+        loss_weight=1.0,
+        window_end=WindowEnd.WHOLE if inputs.runs_backward else WindowEnd.NONE,
+        has_measured_step=False,
+        has_unmeasured_step=False,
+    )
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         return run_pass(backend, alone, clock, observers)
 
@@ -383,20 +405,21 @@ def _steer_routers(backend: Backend, inputs: PassInputs) -> AbstractContextManag
     return nullcontext({}) if inputs.routes is None else steer_routers(backend.model, inputs.routes)
 
 
-def prepare_actor_inputs(batch: MicroBatch, spec: ActorSpec, source: ModelSource, world: World) -> ActorInputs:
-    """Return `batch` on the device, laid out, padded and sliced as the model source and the spec say.
+def prepare_actor_inputs(batch: MicroBatch, spec: ActorSpec, model: ModelSource, world: World) -> ActorInputs:
+    """Return `batch` on the device, laid out, padded and sliced as the model and the spec say.
 
     Raises CaptureError if it is not valid input for the model. All ranks must call this.
     """
-    check_vocabulary(batch, source)
-    layout = source.layout_under(spec)
-    # Joined rows have the borders of their documents, by which `arrange` gives each document a row of its own.
+    check_vocabulary(batch, model)
+    layout = model.layout_under(spec)
+    # Rows are joined even where `arrange` parts them again, one document a row: it needs the borders, which only joined
+    # rows have.
     inputs = arrange(prepare_inputs(batch, packing=layout.joins_rows), layout)
     if (
         inputs.attention_mask_BS is not None
-        and not find_attention_form(choose_kernel(spec, world.device, source.config)).allows_inner_padding
+        and not find_attention_form(choose_kernel(spec, world.device, model.config)).allows_padding_between_tokens
     ):
-        refuse_inner_padding(inputs.attention_mask_BS, str(batch.origin.source))
+        refuse_padding_between_tokens(inputs.attention_mask_BS, str(batch.origin.source))
     # LONGEST is the longest row that any rank has in this pass.
     if spec.pad_to is PadTo.LONGEST:
         inputs = pad_to(inputs, max(world.gather(inputs.input_ids.shape[1])))
@@ -414,15 +437,15 @@ def prepare_actor_inputs(batch: MicroBatch, spec: ActorSpec, source: ModelSource
             inputs.cu_seq_lens,
             world.ring_group,
             head_stride=spec.parallel.ring_head_stride,
-            may_zigzag=may_zigzag(source.config),
+            may_zigzag=may_zigzag(model.config),
         )
         inputs = slice_for_ring(inputs, ring)
-    return replace(inputs, head=source.head).to(world.device)
+    return replace(inputs, head=model.head).to(world.device)
 
 
-def check_vocabulary(batch: MicroBatch, source: ModelSource) -> None:
+def check_vocabulary(batch: MicroBatch, model: ModelSource) -> None:
     """Raise CaptureError for token ids outside the model's vocabulary."""
-    largest, size = int(batch.sequences_BS.max()), source.config.get_text_config().vocab_size
+    largest, size = int(batch.sequences_BS.max()), model.config.get_text_config().vocab_size
     if largest >= size:
         why = f": token id {largest} is beyond the model's vocabulary of {size}; these inputs belong to another model"
         raise CaptureError(batch.origin.source, why, f"Name it with {Setting('model')}")

@@ -38,7 +38,7 @@ from replay.verdict.causes.table import may_lie_in_layer
 from replay.verdict.findings import VerdictSettings
 from replay.verdict.judge import PassEvidence
 from replay.verdict.outcomes import Outcome
-from replay.verdict.pass_values import list_switched_parts
+from replay.verdict.pass_values import list_modules_in_other_mode
 from replay.verdict.text import format_verdict
 from replay.verdict.weight_check import WeightChecker
 from replay.watch.progress import RankPhase
@@ -114,7 +114,7 @@ class Session:
         devices = world.gather("CPU" if world.device.type == "cpu" else torch.cuda.get_device_name(world.device))
         num_inputs = world.gather(len(self.selection.inputs))
         if self.console:
-            parts = () if first_call is None else list_switched_parts(first_call)
+            parts = () if first_call is None else list_modules_in_other_mode(first_call)
             header = Header(
                 resolved=self.spec,
                 selection=self.selection,

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from actor_init.backends.protocol import Backend
-from actor_init.declarations.backends import find_declaration
+from actor_init.declarations.backends import find_backend_declaration
 from actor_init.model import count_parameters
 from actor_init.optimizer import TORCH_DTYPES
 from actor_init.world import World
@@ -20,7 +20,7 @@ from capture.file_format.optimizer_step import ParameterSamples
 from replay.options.resolved import ResolvedReplay
 from replay.output.text import Pairs, format_gibibytes, pluralise
 from replay.runlog.records import CostSection
-from replay.runner.run_pass import PassInputs
+from replay.runner.run_pass import PassInputs, WindowEnd
 from replay.verdict.gradient_samples import copy_elements, fetch_together
 from replay.verdict.pass_values import SteppedSample
 from replay.verdict.weight_check import WeightChecker
@@ -64,17 +64,17 @@ class StepFollower:
         self.has_stepped = False
         if self._first_num_steps is None:
             self._first_num_steps = backend.progress().num_steps
-        if not inputs.ends_window or not self.spec.measure.steps:
+        if inputs.window_end is not WindowEnd.WHOLE or not self.spec.measure.steps:
             return inputs
         settings = self.spec.step_settings.get(index)
         if not self.spec.steps_unasked:
-            return replace(inputs, takes_step=True, step_settings=settings)
+            return replace(inputs, has_measured_step=True, step_settings=settings)
         if settings is None or self.why_stopped:
             return inputs
         if not self.num_steps and (why := self._explain_lack_of_memory()) is not None:
             self.why_stopped = why
             return inputs
-        return replace(inputs, follows_step=True, step_settings=replace(settings, needs_finite=True))
+        return replace(inputs, has_unmeasured_step=True, step_settings=replace(settings, needs_finite=True))
 
     def stop(self, why: str) -> None:
         """Follow no more of the job's steps."""
@@ -82,11 +82,11 @@ class StepFollower:
 
     def note_pass(self, inputs: PassInputs, backend: Backend) -> None:
         """Note what the optimizer did in a pass that succeeded."""
-        if not (inputs.takes_step or inputs.follows_step):
+        if not (inputs.has_measured_step or inputs.has_unmeasured_step):
             return
         num_steps = backend.progress().num_steps - (self._first_num_steps or 0)
         self.has_stepped, self.num_steps = num_steps > self.num_steps, num_steps
-        if not inputs.follows_step:
+        if not inputs.has_unmeasured_step:
             return
         self.num_taken += self.has_stepped
         self.state_bytes = backend.count_state_bytes()
@@ -109,7 +109,7 @@ class StepFollower:
         """
         if not self.num_steps:
             return []
-        samples = checker.match_samples(recorded.samples if recorded is not None else ())
+        samples = checker.match_to_parameters(recorded.samples if recorded is not None else ())
         names = {name for rank_names in self.world.gather(list(samples)) for name in rank_names}
         taken: dict[str, Tensor] = {}
         for name, weight in backend.masters(names):
@@ -135,7 +135,7 @@ class StepFollower:
 
         Masters that are made of weights in a 16-bit dtype begin rounded, by more than a small step moves them.
         """
-        if not find_declaration(self.spec.actor.backend).rounds_masters:
+        if not find_backend_declaration(self.spec.actor.backend).rounds_masters:
             return tuple(values)
         rounded = torch.tensor(initial_values, dtype=torch.double).to(TORCH_DTYPES[self.spec.actor.dtype]).tolist()
         return tuple(
@@ -180,7 +180,7 @@ class StepFollower:
 
 def _predict_state_bytes(spec: ResolvedReplay, world: World) -> int:
     """Predict how many bytes a rank's optimizer will keep of its steps."""
-    declaration = find_declaration(spec.actor.backend)
+    declaration = find_backend_declaration(spec.actor.backend)
     holding = declaration.predict_memory(spec.actor, True)
     share_elsewhere = 1 - 1 / world.num_data_ranks
     per_parameter = holding.total.moments - share_elsewhere * holding.partitioned.moments

@@ -66,11 +66,11 @@ def compare_masks(recorded: RecordedPass, replayed: ReplayedPass, settings: Verd
     job_draws, replay_draws = recorded.draws, replayed.draws
     if job_draws is None or replay_draws is None or not _has_generator_of_device(recorded, job_draws):
         return MaskComparison()
-    if not job_draws.has_moved and not replay_draws.has_moved:
+    if not job_draws.has_any and not replay_draws.has_any:
         return MaskComparison(status=MaskStatus.SAME)
-    if job_draws.has_moved and settings.why_no_draws is not None:
+    if job_draws.has_any and settings.why_no_draws is not None:
         return MaskComparison(status=MaskStatus.OTHER, why=f"{OTHER_MASKS}: {settings.why_no_draws}")
-    if job_draws.has_moved != replay_draws.has_moved:
+    if job_draws.has_any != replay_draws.has_any:
         difference = _describe_draws(recorded, job_draws, replay_draws, settings)
         return MaskComparison(status=MaskStatus.OTHER, why=f"{OTHER_MASKS}: {difference}", unexplained=difference)
     reason = _find_other_condition(recorded, replayed, job_draws, replay_draws, settings)
@@ -102,13 +102,13 @@ def _describe_draws(
     # The replay's mode is that of a pass that trains, or of one without autograd.
     if recorded.training is not None and recorded.training["model"] != recorded.trains:
         mode = f", {JOB_IN_EVAL_MODE}," if recorded.trains else ", in training mode without autograd,"
-    by = f" by {', '.join(settings.dropout)}" if replay_draws.has_moved and settings.dropout else ""
-    replay_text = _name_number(replay_draws) if replay_draws.has_moved else "none"
+    by = f" by {', '.join(settings.dropout)}" if replay_draws.has_any and settings.dropout else ""
+    replay_text = _name_number(replay_draws) if replay_draws.has_any else "none"
     return f"the job's forward{mode} drew {_name_number(job_draws)}, the replay's {replay_text}{by}"
 
 
 def _name_number(draws: RandomDraws) -> str:
-    if not draws.has_moved:
+    if not draws.has_any:
         return "no random numbers"
     return "random numbers" if draws.num_drawn is None else f"{draws.num_drawn} random numbers"
 
@@ -234,7 +234,7 @@ def drew_same_masks(
         draws, other_draws = replayed.draws, other.draws
         if draws is None or other_draws is None:
             return False
-        if not draws.has_moved and not other_draws.has_moved:
+        if not draws.has_any and not other_draws.has_any:
             continue
         has_same_ends = (draws.before, draws.after) == (other_draws.before, other_draws.after)
         if not (has_same_ends and has_same_rows and (draws_alike_on_gpu or CUDA not in draws.after)):

@@ -93,7 +93,9 @@ def list_step_differences(window: Sequence[ComparedPass], settings: VerdictSetti
         return [reason]
     job_norm = next((norm for _, norm in _list_job_norms(window, steps)), None)
     replay_norm = window[-1].record.result.grad_norm
-    last = steps[-1] if settings.own_limit is None else replace(steps[-1], max_norm=settings.own_limit)
+    last = (
+        steps[-1] if settings.own_clipping_limit is None else replace(steps[-1], max_norm=settings.own_clipping_limit)
+    )
     return list_setting_differences(
         last,
         settings.steps,

@@ -18,7 +18,7 @@ SAME_LIMIT = 3e-5
 MIN_CLIPPED = 2
 
 
-def infer_own_limit(steps: Sequence[Sequence[OptimizerStep]]) -> float | None:
+def infer_own_clipping_limit(steps: Sequence[Sequence[OptimizerStep]]) -> float | None:
     """Infer the norm that code of the job's own clips to; None where none shows.
 
     steps  by step, what each rank recorded of it
@@ -44,7 +44,7 @@ def _measure_norm(ranks: Sequence[OptimizerStep]) -> float | None:
 def clip_as_the_job(compared_passes: Sequence[ComparedPass], settings: VerdictSettings) -> list[ComparedPass]:
     """Clip the replay's gradient of each window to the norm that the job's own code clipped to."""
     return [
-        _clip(compared_pass, settings.own_limit) if settings.own_limit is not None else compared_pass
+        _clip(compared_pass, settings.own_clipping_limit) if settings.own_clipping_limit is not None else compared_pass
         for compared_pass in compared_passes
     ]
 

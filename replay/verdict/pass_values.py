@@ -183,7 +183,7 @@ def read_recorded_pass(
     )
 
 
-def list_switched_parts(call: Call) -> tuple[str, ...]:
+def list_modules_in_other_mode(call: Call) -> tuple[str, ...]:
     """List the modules that the job had in another mode than the rest of a model that trains."""
     return () if call.training is None or not call.training["model"] else tuple(call.training["parts"])
 
@@ -250,7 +250,7 @@ def _count_labels(batch: MicroBatch) -> int:
 
 def _doubt_labels_after_padding(batch: MicroBatch, tokens: int) -> str | None:
     """Say so where padding predicts some of the job's labels, and nothing predicts them in this replay."""
-    number = 0 if batch.padding_predicts else count_predicted_by_padding(batch)
+    number = 0 if batch.padding_predicts_label else count_predicted_by_padding(batch)
     if not number:
         return None
     are = "is" if number == 1 else "are"

@@ -42,6 +42,6 @@ class RandomDraws:
         return cls.from_marks(mark_recorded_states(call.random), call.random_after)
 
     @property
-    def has_moved(self) -> bool:
+    def has_any(self) -> bool:
         """Did the forward draw a random number?"""
         return self.before != self.after

@@ -85,7 +85,7 @@ class WeightChecker:
         names = (match_parameter_name(job_name, self._shapes) for job_name in job_names)
         return frozenset(name for name in names if name is not None)
 
-    def match_samples(self, samples: Iterable[SampleT]) -> dict[str, SampleT]:
+    def match_to_parameters(self, samples: Iterable[SampleT]) -> dict[str, SampleT]:
         """Return the samples by this model's names; those of parameters that it does not have are left out."""
         by_name = {self._match_name(sample): sample for sample in samples}
         return {name: sample for name, sample in by_name.items() if name is not None}

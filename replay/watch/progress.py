@@ -19,7 +19,9 @@ FILE_BYTES = 4096
 
 
 class RankPhase(StrEnum):
-    """The phases, in the order in which a rank goes through them.
+    """The phases of a rank: those that a record has the costs of, and what lies before, between and after them.
+
+    They are in the order in which a rank goes through them.
 
     In DEVICE_WAIT a rank on CUDA waits for all that the phases before have queued on the device.
     """
@@ -34,7 +36,7 @@ class RankPhase(StrEnum):
     DEVICE_WAIT = "waiting for the device"
     ENDING = "ending the pass"
     GATHERING = "gathering the records"
-    LOOKING = "looking for what is not finite"
+    SEARCHING_NON_FINITE = "looking for what is not finite"
     RERUNNING = "running a slow pass again"
     OUT_OF_INPUTS = "out of inputs"
     SAVING = "saving"

@@ -55,7 +55,7 @@ CUDNN = AttentionKernel(
         is_expected_on_gpu=True,
         # This mask is [B, S], or None where nothing is padding.
         mask_function="transformers.masking_utils:flash_attention_mask",
-        allows_inner_padding=False,
+        allows_padding_between_tokens=False,
         plan_calls=plan_rows,
     ),
 )

@@ -80,7 +80,7 @@ class AttentionForm:
     mask_function          "module:function" that makes the masks; empty: transformers has one for the name, or the
                            form reads no mask
     reads_mask             it reads a mask of all pairs of tokens, which alone keeps packed documents apart
-    allows_inner_padding   rows may have padding between their tokens
+    allows_padding_between_tokens  rows may have padding between their real tokens
     plan_calls             returns the calls that the library plans; None: it plans none
     is_expected_on_gpu     on a GPU `replay diagnose` does not explain why auto chose it and not flash-attn
     description            says what the form is, where the name does not
@@ -91,7 +91,7 @@ class AttentionForm:
     function: str = ""
     mask_function: str = ""
     reads_mask: bool = False
-    allows_inner_padding: bool = True
+    allows_padding_between_tokens: bool = True
     plan_calls: PlanCalls | None = None
     is_expected_on_gpu: bool = False
     description: str = ""

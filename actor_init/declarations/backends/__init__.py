@@ -14,7 +14,7 @@ BACKENDS: dict[str, BackendDeclaration] = {
 DEFAULT = next(iter(BACKENDS))
 
 
-def find_declaration(name: str) -> BackendDeclaration:
+def find_backend_declaration(name: str) -> BackendDeclaration:
     """Return the declaration of a backend. Raises UsageError for an unknown name."""
     if name not in BACKENDS:
         raise UsageError.not_allowed("backend", name, f"Give one of {', '.join(BACKENDS)}")
@@ -28,14 +28,14 @@ def find_backends(condition: Callable[[BackendDeclaration], bool]) -> list[str]:
 
 def list_whole_backend(spec: ActorSettings) -> list[Setting]:
     """Return the setting that gives an optimizer whole parameters, where the backend of `spec` gives it pieces."""
-    if not find_declaration(spec.backend).cuts_parameters(spec):
+    if not find_backend_declaration(spec.backend).cuts_parameters(spec):
         return []
     return [Setting("backend", find_backends(lambda other: not other.cuts_parameters(spec))[0])]
 
 
 def find_obstacle(spec: ActorSettings, device_type: str) -> str | None:
     """Return why the backend of `spec` cannot run it on a type of device; None if it can."""
-    declaration = find_declaration(spec.backend)
+    declaration = find_backend_declaration(spec.backend)
     return _find_optimizer_obstacle(spec, declaration) or declaration.find_obstacle(spec, device_type)
 
 

@@ -24,7 +24,7 @@ from actor_init.world import World
 from capture.file_format.micro_batch import IGNORED_LABEL, MicroBatch
 from replay.objective.objective import compute_negated_mean
 from replay.runner.observers import PositionMarker
-from replay.runner.run_pass import PassInputs, PassObserver, prepare_actor_inputs, run_pass
+from replay.runner.run_pass import PassInputs, PassObserver, WindowEnd, prepare_actor_inputs, run_pass
 from replay.watch.progress import Tracker
 
 
@@ -130,7 +130,7 @@ class UntimedActor:
         assert self.spec.num_accumulated == len(batches)
         losses = []
         for number, (batch, share) in enumerate(zip(batches, shares or [1.0] * len(batches), strict=True), 1):
-            ends_window = number == len(batches)
+            is_last = number == len(batches)
             self.tracker.begin_pass(self.tracker.position.index + 1, batch.origin.source)
             self.tracker.set_shapes(batch.num_rows, batch.num_padded_tokens, batch.num_real_tokens)
             actor_inputs = prepare_actor_inputs(batch, self.spec, self.source, self.world)
@@ -141,11 +141,11 @@ class UntimedActor:
                 builds_graph=True,
                 runs_backward=True,
                 loss_weight=share,
-                ends_window=ends_window,
-                takes_step=ends_window and steps,
+                window_end=WindowEnd.WHOLE if is_last else WindowEnd.NONE,
+                has_measured_step=is_last and steps,
                 captured_row_length=batch.sequences_BS.shape[1],
             )
-            observers = [PositionMarker(self.tracker), *([reader] if reader is not None and ends_window else [])]
+            observers = [PositionMarker(self.tracker), *([reader] if reader is not None and is_last else [])]
             losses.append(run_pass(self.backend, inputs, observers=observers).loss.item())
         return losses
 

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from actor_init.declarations.backends import find_declaration
+from actor_init.declarations.backends import find_backend_declaration
 from actor_init.declarations.backends.declaration import ShardedMemory
 from actor_init.model import count_parameters
 from actor_init.spec import ActorSpec, UsageError
@@ -132,7 +132,7 @@ def predict_configuration(
         model=CostModel.fit(passes),
         num_layers=num_layers,
         num_parameters=count_parameters(source.config),
-        memory=find_declaration(spec.actor.backend).predict_memory(other.alone, spec.measure.steps),
+        memory=find_backend_declaration(spec.actor.backend).predict_memory(other.alone, spec.measure.steps),
         accumulates=accumulates,
     )
 

@@ -13,7 +13,7 @@ from torch.nn.attention import SDPBackend
 from transformers import AttentionInterface, GPT2Config, LlamaConfig, MistralConfig, PretrainedConfig
 
 from actor_init.attention import cudnn, kernel_choice, kernels
-from actor_init.attention.cudnn import cudnn_dense, cudnn_packed, cudnn_padded, refuse_inner_padding
+from actor_init.attention.cudnn import cudnn_dense, cudnn_packed, cudnn_padded, refuse_padding_between_tokens
 from actor_init.attention.kernel_choice import choose_default_kernel, choose_kernel, choose_kernel_on_all_ranks
 from actor_init.attention.kernels import flash_attn_varlen
 from actor_init.attention.ring import RingSlice
@@ -157,9 +157,9 @@ def test_rows_padded_on_either_side_are_as_each_document_by_itself() -> None:
 
 
 def test_rows_with_padding_between_their_tokens_are_refused() -> None:
-    refuse_inner_padding(torch.tensor([[0, 1, 1, 0], [1, 1, 1, 1]], dtype=torch.bool), "a.pkl")
+    refuse_padding_between_tokens(torch.tensor([[0, 1, 1, 0], [1, 1, 1, 1]], dtype=torch.bool), "a.pkl")
     with pytest.raises(UsageError, match=r"^a.pkl: a row has padding between its tokens.* Try: attention='sdpa'"):
-        refuse_inner_padding(torch.tensor([[0, 1, 0, 1]], dtype=torch.bool), "a.pkl")
+        refuse_padding_between_tokens(torch.tensor([[0, 1, 0, 1]], dtype=torch.bool), "a.pkl")
 
 
 def test_a_document_of_one_token_is_its_value_and_is_no_call_of_cudnn() -> None:

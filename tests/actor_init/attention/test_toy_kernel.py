@@ -94,7 +94,7 @@ def test_specs_and_jobs_know_it_and_auto_does_not_take_it() -> None:
     assert choose_default_kernel(CPU) == "sdpa"
     job = SimpleNamespace(environment={"attention": "toy_of_a_job"}, tensors={}, weights=None, outputs={})
     found = choose_job_kernel(ReplaySpec().actor.with_defaults(), cast(Call, job), CPU, GPT2Config())
-    assert found.attention == "toy"
+    assert found.word == "toy"
 
 
 def test_help_lists_it() -> None:

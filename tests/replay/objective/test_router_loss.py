@@ -120,7 +120,7 @@ def test_the_term_is_what_the_model_adds(family: str) -> None:
     assert router_loss.why_not_computed is None
     ids_BS = torch.tensor([[3, 5, 9, 7, 4], [3, 3, 6, 0, 0]])
     mask_BS = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0]])
-    with torch.no_grad(), steer_routers(model, PassRoutes(kept_logits=router_loss.logits_index)) as states:
+    with torch.no_grad(), steer_routers(model, PassRoutes(logits_index=router_loss.logits_index)) as states:
         output: Any = model(input_ids=ids_BS, attention_mask=mask_BS, output_router_logits=True)
         term = RouterLossTerm(loss=router_loss, is_real_T=mask_BS.flatten() > 0).compute(states)
     assert float(term) == pytest.approx(router_loss.coefficient * float(output.aux_loss), rel=1e-6)

@@ -18,7 +18,7 @@ from capture.file_format.listing import capture_files
 from capture.record.job_facts import find_kernels
 from replay.options.resolved import KERNELS, ROUTING, ChosenBy
 from replay.options.spec import ReplaySpec
-from replay.resolution.job_defaults import ChosenKernel, apply_choices, choose_from_job, choose_job_kernel
+from replay.resolution.job_defaults import ChosenAttention, apply_choices, choose_from_job, choose_job_kernel
 from replay.resolution.selection import Selection
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -55,21 +55,21 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> set[Attention]:
     return there
 
 
-def choose_kernel(first: Call | None, where: torch.device, **given: Any) -> ChosenKernel:
+def choose_kernel(first: Call | None, where: torch.device, **given: Any) -> ChosenAttention:
     spec = ReplaySpec(actor=ActorSpec(**given)).actor.with_defaults()
     return choose_job_kernel(spec, first, where, CONFIG)
 
 
 def test_auto_takes_the_job_s_kernel() -> None:
     flash = job(attention="flash_attention_2")
-    assert choose_kernel(flash, CUDA) == ChosenKernel(attention=Attention.FLASH, why="as the job's flash_attention_2")
-    assert choose_kernel(job(attention="eager"), CPU) == ChosenKernel(attention=Attention.EAGER)
-    assert choose_kernel(job(packed=True, attention="sdpa"), CUDA).attention == Attention.SDPA
+    assert choose_kernel(flash, CUDA) == ChosenAttention(word=Attention.FLASH, why="as the job's flash_attention_2")
+    assert choose_kernel(job(attention="eager"), CPU) == ChosenAttention(word=Attention.EAGER)
+    assert choose_kernel(job(packed=True, attention="sdpa"), CUDA).word == Attention.SDPA
 
 
 def test_what_was_typed_stays() -> None:
     flash = job(attention="flash_attention_2")
-    assert choose_kernel(flash, CUDA, attention=Attention.VARLEN) == ChosenKernel(attention=Attention.VARLEN)
+    assert choose_kernel(flash, CUDA, attention=Attention.VARLEN) == ChosenAttention(word=Attention.VARLEN)
 
 
 @pytest.mark.parametrize(
@@ -87,7 +87,7 @@ def test_where_the_job_s_kernel_cannot_be_had_another_is_found_and_the_header_sa
     first: Call | None, where: torch.device, why: str
 ) -> None:
     found = choose_kernel(first, where)
-    assert found.attention == Attention.AUTO
+    assert found.word == Attention.AUTO
     assert why in found.why
     if where is CUDA:
         assert found.why.startswith("the fastest here that the kernel check finds right; ")
@@ -95,7 +95,7 @@ def test_where_the_job_s_kernel_cannot_be_had_another_is_found_and_the_header_sa
 
 def test_a_ring_has_a_kernel_of_its_own() -> None:
     ring = choose_kernel(job(attention="eager"), CUDA, parallel=ParallelSpec(ring=2))
-    assert ring == ChosenKernel(attention=Attention.AUTO)
+    assert ring == ChosenAttention(word=Attention.AUTO)
 
 
 @pytest.mark.parametrize(

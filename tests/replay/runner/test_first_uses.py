@@ -148,7 +148,7 @@ def test_slow_once_is_no_measurement_and_always_slow_is_one(
     records, statistics = replay_captures(folder, tmp_path / "logs", "--no-noise-floor", *typed)
     assert [record.first_uses for record in records[1:]] == [[], [FirstUse.ONCE], [], []]
     assert [record.cost.seconds_again for record in records] == [None, 1.0, 1.0, None, 8.0]
-    assert (phases.count(RankPhase.RERUNNING), phases.count(RankPhase.LOOKING)) == (3, 0)
+    assert (phases.count(RankPhase.RERUNNING), phases.count(RankPhase.SEARCHING_NON_FINITE)) == (3, 0)
     assert statistics.left_out == {WARMUP: 1, "slow only once": 1}
     assert statistics.slowest is not None
     assert (statistics.slowest.index, statistics.slowest.value) == (4, 8.0)

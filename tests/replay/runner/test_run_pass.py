@@ -29,6 +29,7 @@ from replay.runner.run_pass import (
     PassInputs,
     PassObserver,
     PassOutcome,
+    WindowEnd,
     run_pass,
     run_pass_again,
 )
@@ -162,7 +163,7 @@ def inputs() -> PassInputs:
         train_mode=True,
         builds_graph=True,
         runs_backward=True,
-        ends_window=True,
+        window_end=WindowEnd.WHOLE,
         captured_row_length=1,
     )
 
@@ -184,7 +185,7 @@ def test_a_step_is_measured_and_all_that_is_looked_at_is_not(events: list[str], 
     number = count_tokens(inputs)
     outcome = run_pass(
         backend,
-        replace(inputs, takes_step=True, loss_weight=0.5),
+        replace(inputs, has_measured_step=True, loss_weight=0.5),
         Clock(events),
         [Marker(events), PausingObserver(events, backend)],
     )
@@ -233,7 +234,7 @@ def test_a_window_that_ends_without_a_step_is_cleared_behind_the_clock(events: l
 
 def test_a_pass_in_the_middle_of_a_window_leaves_its_gradient(events: list[str], inputs: PassInputs) -> None:
     backend: Any = Backend(events)
-    assert run_pass(backend, replace(inputs, ends_window=False)).grad_norm is None
+    assert run_pass(backend, replace(inputs, window_end=WindowEnd.NONE)).grad_norm is None
     assert backend.weight.grad == count_tokens(inputs)
 
 
@@ -246,7 +247,12 @@ def test_a_forward_alone_builds_no_graph(events: list[str], inputs: PassInputs) 
         return log_probs_BA.sum()
 
     alone = replace(
-        inputs, compute_loss=compute_loss, train_mode=False, builds_graph=False, runs_backward=False, ends_window=False
+        inputs,
+        compute_loss=compute_loss,
+        train_mode=False,
+        builds_graph=False,
+        runs_backward=False,
+        window_end=WindowEnd.NONE,
     )
     run_pass(backend, alone)
     assert (events, graphs) == (["forward, evaluates"], [False])
@@ -260,7 +266,10 @@ def test_a_pass_that_fails_closes_its_observers_with_the_error(
     backend.fails_in = phase
     with pytest.raises(RuntimeError, match=f"the {phase} failed"):
         run_pass(
-            backend, replace(inputs, takes_step=True), Clock(events), [Marker(events), PausingObserver(events, backend)]
+            backend,
+            replace(inputs, has_measured_step=True),
+            Clock(events),
+            [Marker(events), PausingObserver(events, backend)],
         )
     assert events[-1] == f"closed: the {phase} failed"
     assert events[-2] == f"{phase} ends"
@@ -292,7 +301,7 @@ def test_whatever_breaks_a_pass_off_its_observers_are_closed_and_its_logits_drop
 ) -> None:
     backend: Any = Backend(events)
     kept, logits = keep_logits()
-    inputs = replace(inputs, takes_step=True, actor_inputs=replace(inputs.actor_inputs, kept_logits=kept))
+    inputs = replace(inputs, has_measured_step=True, actor_inputs=replace(inputs.actor_inputs, kept_logits=kept))
     with pytest.raises(type(error)):
         run_pass(backend, inputs, Clock(events), [Marker(events), Fails(method, error)])
     shown = [event for event in events if not event.startswith("at ")]
@@ -320,26 +329,31 @@ def run_window(events: list[str], inputs: PassInputs, **changes: Any) -> tuple[P
 
 def test_a_step_that_nobody_asked_for_is_taken_behind_the_clock(events: list[str], inputs: PassInputs) -> None:
     settings = StepSettings(groups=())
-    outcome, _ = run_window(events, inputs, follows_step=True, step_settings=settings)
+    outcome, _ = run_window(events, inputs, has_unmeasured_step=True, step_settings=settings)
     assert events[-2:] == ["stop", "step at ()"]
     assert outcome.grad_norm == count_tokens(inputs)
 
 
 def test_a_window_that_lacks_a_pass_is_cleared_and_has_no_norm(events: list[str], inputs: PassInputs) -> None:
-    outcome, backend = run_window(events, inputs, ends_window=False, drops_gradient=True)
+    outcome, backend = run_window(events, inputs, window_end=WindowEnd.INCOMPLETE)
     assert events[-2:] == ["stop", "clear"]
     assert outcome.grad_norm is None
     assert backend.weight.grad is None
 
 
 @pytest.mark.parametrize(
-    ("untrained", "ends_window", "norm"),
-    [({"weight"}, True, 0.0), ({"weight"}, False, None), ({"other"}, True, 1.0), (set(), True, 1.0)],
+    ("untrained", "end", "norm"),
+    [
+        ({"weight"}, WindowEnd.WHOLE, 0.0),
+        ({"weight"}, WindowEnd.NONE, None),
+        ({"other"}, WindowEnd.WHOLE, 1.0),
+        (set(), WindowEnd.WHOLE, 1.0),
+    ],
 )
 def test_what_the_job_did_not_train_has_no_gradient_at_the_windows_end(
-    untrained: set[str], ends_window: bool, norm: float | None, events: list[str], inputs: PassInputs
+    untrained: set[str], end: WindowEnd, norm: float | None, events: list[str], inputs: PassInputs
 ) -> None:
-    outcome, _ = run_window(events, inputs, ends_window=ends_window, untrained=frozenset(untrained))
+    outcome, _ = run_window(events, inputs, window_end=end, untrained=frozenset(untrained))
     assert outcome.grad_norm == (None if norm is None else norm * count_tokens(inputs))
 
 
@@ -352,7 +366,7 @@ def test_the_loss_is_weighed_in_the_backward_alone(events: list[str], inputs: Pa
 
 def test_the_routers_loss_is_a_part_of_the_loss(events: list[str], inputs: PassInputs) -> None:
     term: Any = SimpleNamespace(compute=lambda routers: torch.tensor(3.0))
-    outcome, _ = run_window(events, inputs, router_loss=term)
+    outcome, _ = run_window(events, inputs, router_loss_term=term)
     assert outcome.router_loss is not None
     assert (outcome.loss.item(), outcome.router_loss.item()) == (2.0 * count_tokens(inputs) + 3.0, 3.0)
 
@@ -365,7 +379,14 @@ def test_a_pass_that_runs_again_steps_nothing_and_draws_nothing(events: list[str
         return log_probs_BA.sum() + 0 * torch.rand(1).sum()
 
     state = torch.get_rng_state()
-    again = replace(inputs, compute_loss=draw, ends_window=False, takes_step=True, follows_step=True, loss_weight=0.5)
+    again = replace(
+        inputs,
+        compute_loss=draw,
+        window_end=WindowEnd.INCOMPLETE,
+        has_measured_step=True,
+        has_unmeasured_step=True,
+        loss_weight=0.5,
+    )
     outcome = run_pass_again(backend, again, torch.device("cpu"))
     assert events == ["forward, trains", f"backward of {2 * count_tokens(inputs)}", "clear"]
     assert outcome.grad_norm == count_tokens(inputs)
@@ -443,7 +464,9 @@ def test_the_check_of_the_loss_before_a_step_is_in_no_pass_s_seconds(events: lis
         return False
 
     backend: Any = Backend(events)
-    run_pass(backend, replace(inputs, takes_step=True), Clock(events), [LossCheck(is_needed, lambda inputs: None)])
+    run_pass(
+        backend, replace(inputs, has_measured_step=True), Clock(events), [LossCheck(is_needed, lambda inputs: None)]
+    )
     begin = events.index("looks at the loss")
     assert events[begin - 1 : begin + 2] == ["pause", "looks at the loss", "go on"]
 

@@ -40,7 +40,7 @@ def follow(*, unasked: bool = True, needed: int = 1, free: int | None = 100) -> 
 
 
 def run(follower: StepFollower, backend: CountingBackend, index: int, *, steps: bool = True) -> tuple[Any, CostSection]:
-    from replay.runner.run_pass import PassInputs
+    from replay.runner.run_pass import PassInputs, WindowEnd
 
     made = PassInputs(
         actor_inputs=cast(Any, None),
@@ -48,11 +48,11 @@ def run(follower: StepFollower, backend: CountingBackend, index: int, *, steps: 
         train_mode=True,
         builds_graph=True,
         runs_backward=True,
-        ends_window=True,
+        window_end=WindowEnd.WHOLE,
         captured_row_length=1,
     )
     inputs = follower.plan_step(made, index, cast(Any, backend))
-    backend.num_steps += steps and (inputs.follows_step or inputs.takes_step)
+    backend.num_steps += steps and (inputs.has_unmeasured_step or inputs.has_measured_step)
     cost = follower.leave_out_state(COST)
     follower.note_pass(inputs, cast(Any, backend))
     return inputs, cost
@@ -61,10 +61,10 @@ def run(follower: StepFollower, backend: CountingBackend, index: int, *, steps: 
 def test_a_step_that_was_asked_for_is_a_part_of_its_pass() -> None:
     follower, backend = follow(unasked=False), CountingBackend()
     inputs, _ = run(follower, backend, 0)
-    assert (inputs.takes_step, inputs.follows_step, inputs.step_settings) == (True, False, SETTINGS)
+    assert (inputs.has_measured_step, inputs.has_unmeasured_step, inputs.step_settings) == (True, False, SETTINGS)
     # Behind the job's steps it steps on.
     inputs, cost = run(follower, backend, 5)
-    assert (inputs.takes_step, inputs.step_settings, follower.num_steps) == (True, None, 2)
+    assert (inputs.has_measured_step, inputs.step_settings, follower.num_steps) == (True, None, 2)
     assert cost == COST
     assert follower.describe() == []
 
@@ -72,20 +72,20 @@ def test_a_step_that_was_asked_for_is_a_part_of_its_pass() -> None:
 def test_one_that_nobody_asked_for_is_none_and_its_state_is_in_no_peak() -> None:
     follower, backend = follow(), CountingBackend()
     inputs, cost = run(follower, backend, 0)
-    assert (inputs.takes_step, inputs.follows_step) == (False, True)
+    assert (inputs.has_measured_step, inputs.has_unmeasured_step) == (False, True)
     assert inputs.step_settings == replace(SETTINGS, needs_finite=True)
     assert (cost, follower.has_stepped, follower.num_steps) == (COST, True, 1)
     _, cost = run(follower, backend, 1)
     assert (cost.phases["forward"].peak_allocated_bytes, cost.phases["forward"].allocated_bytes) == (800, 400)
     inputs, _ = run(follower, backend, 2)
-    assert (inputs.follows_step, follower.has_stepped) == (False, False)
+    assert (inputs.has_unmeasured_step, follower.has_stepped) == (False, False)
 
 
 def test_a_gradient_that_is_not_finite_ends_the_steps() -> None:
     follower, backend = follow(), CountingBackend()
     run(follower, backend, 0, steps=False)
     assert (follower.num_steps, follower.why_stopped) == (0, "the gradient of step 1 is not finite here")
-    assert not run(follower, backend, 1)[0].follows_step
+    assert not run(follower, backend, 1)[0].has_unmeasured_step
 
 
 def test_behind_a_failed_pass_the_weights_are_those_of_the_beginning() -> None:
@@ -93,7 +93,7 @@ def test_behind_a_failed_pass_the_weights_are_those_of_the_beginning() -> None:
     run(follower, backend, 0)
     follower.forget("a pass failed")
     assert (follower.num_steps, follower.state_bytes) == (0, 0)
-    assert not run(follower, CountingBackend(), 1)[0].follows_step
+    assert not run(follower, CountingBackend(), 1)[0].has_unmeasured_step
     assert "1 step" in follower.describe()[0][1]
     assert "a pass failed" in follower.describe()[0][1]
 
@@ -101,7 +101,7 @@ def test_behind_a_failed_pass_the_weights_are_those_of_the_beginning() -> None:
 @pytest.mark.parametrize(("needed", "free", "is_made"), [(60, 100, False), (50, 100, True), (60, None, True)])
 def test_a_state_that_leaves_too_little_memory_is_not_made(needed: int, free: int | None, is_made: bool) -> None:
     follower = follow(needed=needed, free=free)
-    assert run(follower, CountingBackend(), 0)[0].follows_step is is_made
+    assert run(follower, CountingBackend(), 0)[0].has_unmeasured_step is is_made
     assert ("Try: --step" in follower.why_stopped) is not is_made
 
 
@@ -112,7 +112,9 @@ def test_a_step_is_measured_from_where_the_masters_began(backend: str, begun: fl
     cast(Any, follower.spec).actor = SimpleNamespace(backend=backend, dtype=Dtype.BF16)
     follower.num_steps = 1
     sample = Sample(name="w", dtype="float32", shape=(1,), start=0, values=(0.0095,))
-    checker = SimpleNamespace(match_samples=lambda _: {"w": sample}, read_initial_values=lambda _: {"w": [0.00950961]})
+    checker = SimpleNamespace(
+        match_to_parameters=lambda _: {"w": sample}, read_initial_values=lambda _: {"w": [0.00950961]}
+    )
     masters = SimpleNamespace(masters=lambda _: [("w", torch.tensor([begun - 1e-5]))])
     [taken] = follower.sample_weights(cast(Any, masters), cast(Any, SimpleNamespace(samples=())), cast(Any, checker))
     assert taken.replay_values == pytest.approx([0.00950961 - 1e-5], abs=1e-8)

@@ -115,7 +115,7 @@ def test_padding_predicts_a_row_s_first_token_if_it_has_a_label(are_shifted: boo
         given = {"extra_tensors": {"shift_labels": F.pad(labels_BS[:, 1:], (0, 1), value=-100)}}
     origin = Origin(source="here")
     batch = MicroBatch(
-        sequences_BS=ids_BS, attention_mask_BS=mask_BS, trains=True, origin=origin, padding_predicts=True, **given
+        sequences_BS=ids_BS, attention_mask_BS=mask_BS, trains=True, origin=origin, padding_predicts_label=True, **given
     )
     padded, packed = prepare_inputs(batch, packing=False), prepare_inputs(batch, packing=True)
     assert padded.target_ids_N.tolist() == [12, 13, 16, 17, 19, 20, 21]

@@ -8,7 +8,7 @@ import pytest
 from capture.file_format.gradient_signature import GradientSignature
 from capture.file_format.optimizer_step import OptimizerStep
 from replay.verdict.gradient_findings import collect_gradient_evidence
-from replay.verdict.own_clipping import clip_as_the_job, infer_own_limit
+from replay.verdict.own_clipping import clip_as_the_job, infer_own_clipping_limit
 from tests.replay.verdict.causes.made_evidence import (
     SETTINGS,
     draw_gradients,
@@ -40,24 +40,24 @@ def test_two_steps_of_one_round_norm_that_none_is_above_were_clipped(
     norms: Sequence[float], limit: float | None
 ) -> None:
     steps = [[make_step(number, [0.6 * norm, 0.8 * norm])] for number, norm in enumerate(norms)]
-    assert infer_own_limit(steps) == limit
-    assert infer_own_limit([[replace(step, max_norm=9.0) for step in ranks] for ranks in steps]) is None
+    assert infer_own_clipping_limit(steps) == limit
+    assert infer_own_clipping_limit([[replace(step, max_norm=9.0) for step in ranks] for ranks in steps]) is None
 
 
 def test_the_norms_of_shards_add_up_and_those_of_whole_gradients_are_one() -> None:
     ranks = [make_step(0, [0.6]), make_step(0, [0.8])]
     sharded = [make_step(0, [0.6], is_part=True), make_step(0, [0.8], is_part=True)]
-    assert infer_own_limit([sharded, sharded]) == 1.0
-    assert infer_own_limit([ranks, ranks]) != 1.0
+    assert infer_own_clipping_limit([sharded, sharded]) == 1.0
+    assert infer_own_clipping_limit([ranks, ranks]) != 1.0
 
 
 def test_the_replays_gradient_is_clipped_as_the_jobs_was() -> None:
     gradients = draw_gradients()
     window = make_window([scale_gradients(gradients, 0.5 / measure_norm(gradients))], gradients)
-    clipped = clip_as_the_job(window, replace(SETTINGS, own_limit=0.5))
+    clipped = clip_as_the_job(window, replace(SETTINGS, own_clipping_limit=0.5))
     evidence = collect_gradient_evidence(clipped)
     assert evidence is not None
     assert all(parameter.ratio == pytest.approx(1.0) for parameter in evidence.parameters.values())
     assert [member.record.result.grad_norm for member in clipped] == [0.5]
     # A shorter gradient stays as it is.
-    assert clip_as_the_job(window, replace(SETTINGS, own_limit=1e9)) == window
+    assert clip_as_the_job(window, replace(SETTINGS, own_clipping_limit=1e9)) == window

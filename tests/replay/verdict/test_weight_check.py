@@ -30,7 +30,7 @@ def test_a_sampled_place_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
         job = Sample(name="weight", dtype="float32", shape=(8,), start=2, values=(value, 3.0))
         samples = ParameterSamples(samples=(job,), num_parameters=1, num_frozen=0, is_sharded=False)
         assert bool(checker.check(samples).differing) is differs
-    assert checker.read_initial_values(checker.match_samples(samples.samples)) == {"weight": [2.0, 3.0]}
+    assert checker.read_initial_values(checker.match_to_parameters(samples.samples)) == {"weight": [2.0, 3.0]}
     assert read == [2]
 
 
