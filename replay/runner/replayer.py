@@ -278,15 +278,17 @@ class Replayer:
     def _lose_pass(self, record: PassRecord) -> PassRecord:
         """Count a pass that failed in its window, which ends where it would have ended without the failure.
 
-        Returns the record of the pass with its window, if the pass belongs to one.
+        Returns the record of the pass with its window, if it belongs to one. A pass that ran, and failed in what came
+        after it, belongs to one too: the window has counted it.
         """
         rounds, index = self.window.rounds, record.index
         # Of a capture that cannot be read, the round of the pass tells whether the job trained on it.
         trains = rounds[index].trains if record.input.trains is None and index < len(rounds) else record.input.trains
-        if self._is_pass_counted or not trains or not self.spec.measure.backward:
+        if not trains or not self.spec.measure.backward:
             return record
-        self._must_reopen |= self.window.lose_pass(index)
-        self.follower.stop("a pass of the step failed")
+        if not self._is_pass_counted:
+            self._must_reopen |= self.window.lose_pass(index)
+            self.follower.stop("a pass of the step failed")
         return replace(record, window=self.window.first_index)
 
     def _run_micro_batch(

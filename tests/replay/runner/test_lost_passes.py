@@ -8,7 +8,7 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -18,6 +18,7 @@ from capture.file_format.micro_batch import CaptureError
 from replay.command_line.cli import main
 from replay.runlog.records import PassRecord, parse_line
 from replay.runner.accumulation_window import AccumulationWindow
+from replay.runner.replayer import Replayer
 from replay.runner.run_pass import prepare_actor_inputs
 from replay.verdict.pass_windows import group_into_windows
 from tests.helpers.made_records import record
@@ -66,6 +67,23 @@ def test_the_windows_behind_a_lost_pass_are_as_without_it(lost: int, is_run: boo
     }
     assert {last: gradient for last, (_, gradient, is_incomplete) in ends.items() if not is_incomplete} == whole
     assert all(first == last - SIZE + 1 for last, (first, _, _) in ends.items())
+
+
+@pytest.mark.parametrize("is_counted", [False, True])
+def test_a_pass_that_failed_after_it_ran_is_counted_once_and_has_its_window_too(is_counted: bool) -> None:
+    window = AccumulationWindow(usual_size=SIZE)
+    window.enter_pass(3, {}, {}, CountingBackend())  # type: ignore[arg-type]
+    if is_counted:
+        window.count_pass(runs_backward=True)
+    replayer = SimpleNamespace(
+        window=window,
+        spec=SimpleNamespace(measure=SimpleNamespace(backward=True)),
+        follower=SimpleNamespace(stop=lambda why: None),
+        _is_pass_counted=is_counted,
+        _must_reopen=False,
+    )
+    failed = Replayer._lose_pass(cast(Any, replayer), record(3))
+    assert (failed.window, window.num_passes, window.is_incomplete) == (3, 1, not is_counted)
 
 
 def test_passes_are_grouped_by_the_windows_of_their_records() -> None:
