@@ -129,6 +129,7 @@ class OptimizerStep:
     num_clipped       number of parameters that were clipped by that norm; None: all
     is_unclipped      False: some clipping was not seen or came before the last pass, so `gradients` may be shorter
     clips_early       True: gradients were clipped, with a limit, before the last of these passes
+    clips_otherwise   True: gradients were clipped by another rule than to a 2-norm, as by value
     optimizer         name of its class; of several that stepped, all their names
     library           the package that the class is of, as `torch`; `__main__` for one of the job's script
     settings          one mapping for each distinct group: `lr`, `betas`, `eps`, `weight_decay`, ... as numbers,
@@ -155,6 +156,7 @@ class OptimizerStep:
     num_clipped: int | None = None
     is_unclipped: bool = True
     clips_early: bool = False
+    clips_otherwise: bool = False
     optimizer: str | None = None
     settings: Sequence[Mapping[str, Any]] = field(default_factory=tuple)
     num_schedule_steps: int = 0
@@ -208,7 +210,8 @@ class OptimizerStep:
             and len(self.shares) == len(self.passes)
             and all(value is None or type(value) in (int, float) for value in floats)
             and all(type(name) is str for name in self.without_gradient)
-            and type(self.is_part_of_norm) is type(self.is_unclipped) is type(self.clips_early) is bool
+            and type(self.is_part_of_norm) is type(self.is_unclipped) is bool
+            and type(self.clips_early) is type(self.clips_otherwise) is bool
             and all(name is None or type(name) is str for name in (self.optimizer, self.library))
             and (self.num_clipped is None or type(self.num_clipped) is int)
             and (self.has_state is None or type(self.has_state) is bool)
@@ -253,6 +256,7 @@ def merge_steps(first: OptimizerStep, second: OptimizerStep) -> OptimizerStep:
         num_clipped=with_norm.num_clipped,
         is_unclipped=first.is_unclipped and second.is_unclipped,
         clips_early=first.clips_early or second.clips_early,
+        clips_otherwise=first.clips_otherwise or second.clips_otherwise,
         optimizer=", ".join(name for name in names if name is not None) or None,
         settings=merge_equal_settings(settings),
         num_schedule_steps=max(first.num_schedule_steps, second.num_schedule_steps),

@@ -144,6 +144,7 @@ class StepWindow:
         # The limit of a clipping that found no gradient.
         self._unapplied_norm: float | None = None
         self._was_clipped_before_last_pass = False
+        self._clips_otherwise = False
         self._has_stepped = False
         # What has stepped, and on which parameters.
         self._stepped: weakref.WeakKeyDictionary[Optimizer, tuple[Any, ...]] = weakref.WeakKeyDictionary()
@@ -194,12 +195,13 @@ class StepWindow:
         earlier = self._clipping
         if not self._has_recorded_pass or self._has_stepped:
             return
-        if earlier and earlier.has_limit and self._is_clipping_up_to_date:
-            return
         ids = set(map(id, parameters))
         if not self._sampler.has_any_of(ids):
             return
         limit = float(max_norm) if isinstance(max_norm, int | float) else None
+        self._clips_otherwise |= limit is None
+        if earlier and earlier.has_limit and self._is_clipping_up_to_date:
+            return
         if all(parameter.grad is None for parameter in parameters):
             self._unapplied_norm = None if limit == math.inf else limit
             return
@@ -356,6 +358,7 @@ class StepWindow:
             num_clipped=None if clipping is None else clipping.num_clipped,
             is_unclipped=(optimizer_hooks.SEES_ALL_CLIPPING or clipping is not None) and not clips_early,
             clips_early=clips_early,
+            clips_otherwise=self._clips_otherwise,
             optimizer=type(optimizer).__name__,
             library=name_library(optimizer),
             settings=settings,

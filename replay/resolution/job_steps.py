@@ -179,6 +179,8 @@ def _explain_own_class(group: JobGroup, step: OptimizerStep, actor: ActorSpec) -
 
 
 def _explain_clipping(window: JobWindow, first_window: JobWindow, step_name: str) -> str | None:
+    if any(step.clips_otherwise for step in window.steps):
+        return f"the gradient of {step_name} was clipped by another rule than to a norm, as clip_grad_value_ does"
     limits = {_read_limit(step) for step in window.steps}
     if any(step.num_clipped is not None and _read_limit(step) is not None for step in window.steps):
         return f"only a part of the gradient of {step_name} was clipped"

@@ -273,9 +273,26 @@ def test_clipping_of_another_kind_leaves_the_gradients_and_says_no_norm(tmp_path
             else:
                 nn.utils.clip_grad_norm_(model.parameters(), 1e-4, norm_type=math.inf)
             optimizer.step()
-        [step] = read_steps(tmp_path / kind)
+            optimizer.zero_grad()
+            compute_loss(model).backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1e-4)
+            optimizer.step()
+        step, later = read_steps(tmp_path / kind)
         assert_samples_are(step, compute_gradients(compute_loss), rel=0)
         assert (step.grad_norm, step.max_norm, step.is_unclipped, step.clips_early) == (None, None, True, False)
+        assert (step.clips_otherwise, later.clips_otherwise) == (True, False)
+
+
+def test_a_clipping_by_value_after_one_by_norm_is_told(tmp_path: Path) -> None:
+    model = Model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with recording(model, tmp_path, reproduce=True):
+        compute_loss(model).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1e-2)
+        nn.utils.clip_grad_value_(model.parameters(), 1e-4)
+        optimizer.step()
+    [step] = read_steps(tmp_path)
+    assert (step.max_norm, step.clips_otherwise) == (1e-2, True)
 
 
 def clip_as_before_torch_2_6() -> Callable[..., Tensor]:

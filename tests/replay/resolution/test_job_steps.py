@@ -74,6 +74,7 @@ def test_a_parameter_of_no_group_is_trained_as_the_first() -> None:
             "--step --max-norm 0.5 --backend fsdp2, where function(named_parameters, settings) builds it",
         ),
         (make_window(0, {"lr": 1.0}, {"lr": 2.0}), "their parameters were not recorded"),
+        (make_window(0, {"lr": 1.0}, clips_otherwise=True), "step 1 was clipped by another rule than to a norm"),
         (make_window(0, {"lr": 1.0}, max_norm=1.0, num_clipped=3), "only a part of the gradient of step 1 was clipped"),
         (make_window(0, {"lr": 1.0}, optimizer=None), "was not recorded"),
     ],
