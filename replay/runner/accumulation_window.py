@@ -59,8 +59,8 @@ class AccumulationWindow:
     ) -> None:
         """Begin a window with pass `index` if none is open, and add what was recorded of its gradient there."""
         self._begin(index)
-        # The backend ends a window when it has counted the usual number of passes. So it is told to count more
-        # than ran: in a short window as many as that lacks, in any window those that failed.
+        # The backend ends a window when it has counted the usual number of passes. So it is told to count more than
+        # ran: in a short window as many as that lacks, in any window those that failed.
         num_over = self.usual_size - self.size + self.num_passes
         if num_over != self.num_counted:
             backend.skip_passes(num_over - self.num_counted)

@@ -49,7 +49,7 @@ WAIT_PHASE = "wait"
 
 
 class WindowEnd(Enum):
-    """What ends with a pass: nothing, a whole accumulation window, or one that lacks a pass.
+    """What ends with a pass: no accumulation window, a whole one, or one that lacks a pass.
 
     The gradient of a window that lacks a pass is none that the job had: it is cleared, and has no norm and no step.
     """
@@ -71,7 +71,7 @@ class PassInputs:
     loss_weight          the factor on the loss in the backward
     window_factor        a further factor: the usual number of passes in a window, divided by the number in this one.
                          The backend divides by the usual number, whatever the window has
-    window_end           which accumulation window ends with this pass
+    window_end           whether an accumulation window ends with this pass, and whether it is whole
     untrained            names of parameters that get no gradient in this window, as the job did not train them then
     has_measured_step    a step was asked for: it is a measured part of this pass; only at the end of a whole window
     has_unmeasured_step  nobody asked for a step: the optimizer steps as the job did, when the clock has stopped; only
@@ -290,8 +290,8 @@ def run_pass(
     with a clock all ranks wait for the slowest, so that the backward is not charged for that. The backward adds to the
     gradient of the window. With `has_measured_step`, the step is measured. Otherwise a window that ends is ended after
     the clock has stopped: its gradient norm is read, with `has_unmeasured_step` the optimizer steps, and the gradients
-    are cleared. Before each phase, after forward and backward, before a measured step, and once the clock has stopped
-    the observers have their turn.
+    are cleared. At the end of a window that lacks a pass they are cleared, and no more. Before each phase, after
+    forward and backward, before a measured step, and once the clock has stopped the observers have their turn.
 
     clock      measures the pass; None: the pass is not measured
     observers  look at the pass; the same ones in the same order on every rank
