@@ -40,7 +40,7 @@ def format_notes(
 
 def keep_one_of_each(passes: Sequence[RecordedPass]) -> list[RecordedPass]:
     """Return one of each rank and forward: a replay may feed a pass several times, or to several ranks."""
-    return list({(recorded.rank, recorded.forward): recorded for recorded in reversed(passes)}.values())[::-1]
+    return list({(recorded.rank, recorded.forward_number): recorded for recorded in reversed(passes)}.values())[::-1]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

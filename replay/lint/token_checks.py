@@ -324,7 +324,7 @@ def _check_rows(trained: Sequence[RecordedPass]) -> Iterator[LintRemark]:
     """Say so where rows come to several ranks in one step, twice to one rank in a step, or in each step again."""
     by_step: dict[int, dict[int | None, Counter[int]]] = {}
     for recorded in trained:
-        step = recorded.num_steps_before if recorded.num_steps_before is not None else recorded.forward
+        step = recorded.num_steps_before if recorded.num_steps_before is not None else recorded.forward_number
         if recorded.tokens is None or step is None:
             continue
         digests = by_step.setdefault(step, {}).setdefault(recorded.rank, Counter())

@@ -275,7 +275,7 @@ def _check_random_states(subject: LintSubject) -> Iterator[LintRemark]:
     if repeated:
         total = sum(len(passes) for passes in by_state.values())
         number = sum(map(len, repeated))
-        forwards = ", ".join(str(recorded.forward) for recorded in repeated[0][:_MAX_NAMED])
+        forwards = ", ".join(str(recorded.forward_number) for recorded in repeated[0][:_MAX_NAMED])
         yield LintRemark(
             topic="dropout",
             text=f"{number} of {pluralise(total, 'pass')} that drew random numbers began with the random state of a "
@@ -340,7 +340,7 @@ def _check_missing_passes(subject: LintSubject) -> Iterator[LintRemark]:
     """Say how many of the passes that went into a recorded step were not kept."""
     if not subject.is_whole:
         return
-    kept = {(recorded.rank, recorded.forward) for recorded in subject.passes}
+    kept = {(recorded.rank, recorded.forward_number) for recorded in subject.passes}
     seen = {
         (recorded.rank, forward)
         for recorded in subject.trained

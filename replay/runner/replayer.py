@@ -63,7 +63,7 @@ from replay.runner.run_pass import (
 )
 from replay.runner.step_follower import StepFollower
 from replay.tracing.writer import TraceWriter
-from replay.verdict.judge import PassEvidence
+from replay.verdict.judge import PassPair
 from replay.verdict.pass_values import (
     RecordedPass,
     ReplayedPass,
@@ -229,7 +229,7 @@ class Replayer:
 
     def replay(
         self, index: int, path: Path, extra_observers: Sequence[PassObserver] = ()
-    ) -> tuple[PassEvidence, Exception | None]:
+    ) -> tuple[PassPair, Exception | None]:
         """Replay the capture in `path` as pass `index`.
 
         The capture is read and described in the record; what the job recorded of the pass is collected for the verdict;
@@ -265,15 +265,15 @@ class Replayer:
             batch = select_loss_tokens(self.spec.measure.loss, add_model_positions(batch, self.source.config))
             record, replayed = self._run_micro_batch(record, call, batch, extra_observers)
             recorded, replayed = self._draw_counter.count(recorded, replayed, call.random)
-            return PassEvidence(record, recorded, replayed), None
+            return PassPair(record, recorded, replayed), None
         except SystemExit as error:
             # A user's code may leave with sys.exit: that fails the pass, and must not end the run without a report.
             exit_error = RuntimeError(f"sys.exit({error.code!r}) was called").with_traceback(error.__traceback__)
             failed = replace(record, error=str(exit_error), error_type="SystemExit")
-            return PassEvidence(self._lose_pass(failed), recorded, ReplayedPass()), exit_error
+            return PassPair(self._lose_pass(failed), recorded, ReplayedPass()), exit_error
         except Exception as error:
             failed = replace(record, error=join_lines(format_error_with_flags(error)), error_type=type(error).__name__)
-            return PassEvidence(self._lose_pass(failed), recorded, ReplayedPass()), error
+            return PassPair(self._lose_pass(failed), recorded, ReplayedPass()), error
 
     def _lose_pass(self, record: PassRecord) -> PassRecord:
         """Count a pass that failed in its window, which ends where it would have ended without the failure.

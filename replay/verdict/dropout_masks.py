@@ -92,7 +92,7 @@ def compare_masks(recorded: RecordedPass, replayed: ReplayedPass, settings: Verd
 
 def _has_generator_of_device(recorded: RecordedPass, job_draws: RandomDraws) -> bool:
     """Tell whether the generator of the job's device was recorded: that of another accelerator is not."""
-    return recorded.settings.get("device") == "CPU" or CUDA in job_draws.after
+    return recorded.environment.get("device") == "CPU" or CUDA in job_draws.after
 
 
 def _describe_draws(
@@ -121,7 +121,7 @@ def _find_other_condition(
     settings: VerdictSettings,
 ) -> str | None:
     """Find what makes equal numbers of draws no proof of equal masks; None if nothing is known to."""
-    replay_settings, job_settings = settings.environment, recorded.settings
+    replay_settings, job_settings = settings.environment, recorded.environment
     if job_settings.get("device") != replay_settings.get("device"):
         return f"the job ran on {job_settings.get('device')}, this is {replay_settings.get('device')}"
     if settings.why_other_draws is not None:
@@ -152,10 +152,10 @@ def _find_dtype_of_hidden_states(recorded: RecordedPass) -> str:
 
     The first linear layer's input had it; autocast, under which hidden states are of several dtypes, is named.
     """
-    autocast = recorded.settings.get("autocast", "off")
+    autocast = recorded.environment.get("autocast", "off")
     if autocast != "off":
         return f"autocast's {autocast}"
-    return recorded.settings.get("computed_in") or ", ".join(recorded.dtypes) or "unknown"
+    return recorded.environment.get("computed_in") or ", ".join(recorded.dtypes) or "unknown"
 
 
 def may_drop_attention(dropout: Sequence[str]) -> bool:

@@ -265,7 +265,7 @@ def _explain_other_window(
     job_forwards: dict[int, list[int]] = {}
     for compared_pass in window:
         recorded = compared_pass.recorded
-        replay_forwards.setdefault(recorded.rank or 0, []).append(recorded.forward)
+        replay_forwards.setdefault(recorded.rank or 0, []).append(recorded.forward_number)
         if recorded.step_after:
             job_forwards[recorded.rank or 0] = list(recorded.step_after.passes)
     if len(job_forwards) == world_size and replay_forwards == job_forwards:
@@ -351,7 +351,7 @@ def compute_job_weights(window: Sequence[ComparedPass]) -> list[float] | None:
     weights: list[float] = []
     for compared_pass in window:
         recorded = compared_pass.recorded
-        share = shares.get((recorded.rank or 0, recorded.forward))
+        share = shares.get((recorded.rank or 0, recorded.forward_number))
         if share is None:
             return None
         # The job differentiated share * (sum of the losses / divisor). As a multiple of the mean over the tokens that

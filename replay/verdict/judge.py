@@ -1,4 +1,6 @@
-"""Judge whether the replay computed what training computed. Plain data in, plain data out.
+"""Judge whether the replay computed what training computed.
+
+`judge` returns a `Verdict`, whose `to_dict` gives the JSON that run.json holds:
 
     {"outcome": "REPRODUCED", "reason": null, "counts": {"REPRODUCED": 3}, "window_counts": {"REPRODUCED": 1},
      "first": null, "worst": [...], "open": [...], "weights": {...}, "environment": {"torch": ["2.13.0", "2.11.0"]},
@@ -19,7 +21,7 @@ from typing import NamedTuple
 from replay.runlog.records import PassRecord
 from replay.tolerances.difference import roundoff
 from replay.tolerances.job_bounds import GRAD_NORM
-from replay.verdict.causes.evidence import Evidence
+from replay.verdict.causes.evidence import CauseEvidence
 from replay.verdict.causes.table import find_causes, list_unexplained
 from replay.verdict.causes.trial import TrialReport
 from replay.verdict.coverage import measure_coverage
@@ -73,11 +75,11 @@ from replay.verdict.pass_windows import group_into_windows
 from replay.verdict.route_findings import compare_routes
 
 
-class PassEvidence(NamedTuple):
-    """What a verdict needs of one pass on one rank.
+class PassPair(NamedTuple):
+    """One pass on one rank, in the job and in the replay: what a verdict needs of it.
 
-    record    the replay's record of the pass
-    recorded  what the job recorded of it; None where the capture could not be read
+    record    the replay's record of the pass; in this module's functions `replay_record`
+    recorded  what the job recorded of it, here `job_pass`; None where the capture could not be read
     replayed  what the replay computed besides its record
     """
 
@@ -95,7 +97,7 @@ class JudgedRun:
     """
 
     verdict: Verdict
-    evidence: Evidence | None
+    evidence: CauseEvidence | None
 
     @property
     def agrees_throughout(self) -> bool:
@@ -112,29 +114,31 @@ class JudgedRun:
             return self.verdict
         evidence = replace(self.evidence, trials=trials, own_gradients=own_gradients)
         causes = find_causes(evidence)
-        unexplained, may_follow = list_unexplained(evidence, causes)
-        return replace(self.verdict, causes=causes, unexplained=unexplained, may_follow=may_follow, trials=trials)
+        unexplained, may_follow_from_causes = list_unexplained(evidence, causes)
+        return replace(
+            self.verdict, causes=causes, unexplained=unexplained, may_follow=may_follow_from_causes, trials=trials
+        )
 
 
-def judge(passes: Sequence[PassEvidence], settings: VerdictSettings) -> Verdict:
+def judge(passes: Sequence[PassPair], settings: VerdictSettings) -> Verdict:
     """Judge whether the replay reproduced the job, and name the causes that the passes alone tell."""
     return judge_run(passes, settings).name_causes()
 
 
-def judge_run(passes: Sequence[PassEvidence], settings: VerdictSettings) -> JudgedRun:
+def judge_run(passes: Sequence[PassPair], settings: VerdictSettings) -> JudgedRun:
     """Judge whether the replay reproduced the job, from the passes of all ranks, in the order of pass and rank.
 
     A window is the passes, of all data ranks, that one optimizer step takes its gradient from. The plan:
 
     1. Compare the numbers that the job recorded of each pass with the replay's. Passes that come from several
-       recordings in one folder are not judged. Where code of the job's own clipped its gradients, the replay's are
-       clipped alike before the windows are compared.
+       recordings in one folder are not judged. Where the job's own code clipped gradients, so are the replay's, before
+       the windows are compared.
     2. Check that each pass ran on the job's weights. The passes between two optimizer steps ran on the same weights, so
-       their samples of the weights are merged. Where the replay makes optimizer steps too (--step), its weights stay
-       the job's as long as each of its steps equalled the job's step.
-    3. Judge each pass. With other dropout masks its numbers differ by chance, so numbers that differ are judged only
-       where the masks are known to be the job's: from the ends of the random generators (`dropout_masks`). A training
-       pass whose numbers agree had the job's masks.
+       their samples of the weights are merged. Where the replay makes optimizer steps too, for --step or unasked,
+       its weights stay the job's as long as each of its steps equalled the job's step.
+    3. Judge each pass. With other dropout masks its numbers differ by chance, so numbers that differ are DIFFERS only
+       where the masks are known to be the job's: from the generators' states before and after the forward
+       (`dropout_masks`). A training pass whose numbers agree had the job's masks.
     4. Judge the gradient of each window. Under dropout that needs point 3: the gradient is comparable if all passes of
        the window had the job's masks.
     5. Where a finer dtype than the job's was typed, nothing is REPRODUCED: the job's rounding hides more than the
@@ -142,11 +146,11 @@ def judge_run(passes: Sequence[PassEvidence], settings: VerdictSettings) -> Judg
     6. Choose the outcome of the run: DIFFERS if any pass or gradient differs, else UNSETTLED if any is unsettled, else
        REPRODUCED if any is reproduced, else CANNOT TELL.
     """
-    indexed_passes = [(record.index, recorded) for record, recorded, _ in passes if recorded is not None]
+    indexed_passes = [(replay_record.index, job_pass) for replay_record, job_pass, _ in passes if job_pass is not None]
     # Where DDP did not reduce the gradients, that is a difference of the job's wrapper.
-    unreduced_steps = find_unreduced_steps([recorded for _, recorded in indexed_passes])
+    unreduced_steps = find_unreduced_steps([job_pass for _, job_pass in indexed_passes])
     model_differences = [*settings.model_differences, *unreduced_steps]
-    # The comparison of each pass has to know whether its weights are in doubt by the rounding of the steps before.
+    # The comparison of each pass has to know whether its weights are in doubt because earlier steps were rounded.
     settings = note_coarse_steps(indexed_passes, replace(settings, model_differences=model_differences))
     compared_passes = _compare_passes(passes, settings)
     mixed_recordings = describe_mixed_recordings(
@@ -168,13 +172,13 @@ def judge_run(passes: Sequence[PassEvidence], settings: VerdictSettings) -> Judg
     if (why_open := explain_finer_dtype(job_dtype, settings)) is not None:
         pass_verdicts, window_verdicts = leave_open(pass_verdicts, why_open), leave_open(window_verdicts, why_open)
 
-    # In the order of the passes: a window's verdict comes after that of its last pass. So a wrong gradient comes before
-    # the wrong numbers that it causes in later passes.
+    # In the order of the passes: a window's verdict, a PassVerdict too, comes after that of its last pass. So a wrong
+    # gradient comes before the wrong numbers that it causes in later passes.
     verdicts = sorted([*pass_verdicts, *window_verdicts], key=lambda verdict: (verdict.index, verdict.is_window))
     outcome = _choose_outcome(verdicts)
     environment = _compare_environments(compared_passes, settings)
     windows = group_into_windows(compared_passes)
-    evidence = Evidence(
+    evidence = CauseEvidence(
         passes=compared_passes,
         windows=windows,
         verdicts=verdicts,
@@ -201,39 +205,41 @@ def judge_run(passes: Sequence[PassEvidence], settings: VerdictSettings) -> Judg
     return JudgedRun(verdict=verdict, evidence=evidence)
 
 
-def _compare_passes(passes: Sequence[PassEvidence], settings: VerdictSettings) -> list[ComparedPass]:
+def _compare_passes(passes: Sequence[PassPair], settings: VerdictSettings) -> list[ComparedPass]:
     """Compare the numbers of each pass whose capture could be read."""
-    readable = [(record, recorded, replayed) for record, recorded, replayed in passes if recorded is not None]
-    # A norm comes with the last pass of a window. So if the pass before has one too, the window is one pass. Otherwise
-    # nothing but a recorded step tells how many passes a norm is of.
+    readable = [
+        (replay_record, job_pass, replayed) for replay_record, job_pass, replayed in passes if job_pass is not None
+    ]
+    # A norm comes with the last pass of a window. So if this pass and the one before both have a norm, this pass is a
+    # window of its own. Otherwise nothing but a recorded step tells how many passes a norm is of.
     passes_with_grad_norm = {
-        (recorded.rank, recorded.forward)
-        for _, recorded, _ in readable
-        if any(claim.name == GRAD_NORM for claim in recorded.claims)
+        (job_pass.rank, job_pass.forward_number)
+        for _, job_pass, _ in readable
+        if any(claim.name == GRAD_NORM for claim in job_pass.claims)
     }
     compared_passes = [
         ComparedPass(
-            record=record,
-            recorded=recorded,
+            record=replay_record,
+            recorded=job_pass,
             replayed=replayed,
             findings=[
-                *compare_pass(record, recorded, replayed, settings),
-                *compare_routes(record, recorded, replayed, settings),
+                *compare_pass(replay_record, job_pass, replayed, settings),
+                *compare_routes(replay_record, job_pass, replayed, settings),
             ],
-            weights=recorded.weights,
-            previous_pass_has_grad_norm=recorded.forward is not None
-            and (recorded.rank, recorded.forward - 1) in passes_with_grad_norm,
+            weights=job_pass.weights,
+            previous_pass_has_grad_norm=job_pass.forward_number is not None
+            and (job_pass.rank, job_pass.forward_number - 1) in passes_with_grad_norm,
         )
-        for record, recorded, replayed in readable
+        for replay_record, job_pass, replayed in readable
     ]
-    return [_compare_masks(compared_pass, settings) for compared_pass in compared_passes]
+    return [_account_for_masks(compared_pass, settings) for compared_pass in compared_passes]
 
 
-def _compare_masks(compared_pass: ComparedPass, settings: VerdictSettings) -> ComparedPass:
+def _account_for_masks(compared_pass: ComparedPass, settings: VerdictSettings) -> ComparedPass:
     """Return the pass with what is known of its dropout masks, and with the findings as that changes them."""
-    recorded = compared_pass.recorded
-    masks = compare_masks(recorded, compared_pass.replayed, settings)
-    findings, masks = judge_masks(compared_pass.findings, masks, recorded, settings)
+    job_pass = compared_pass.recorded
+    masks = compare_masks(job_pass, compared_pass.replayed, settings)
+    findings, masks = judge_masks(compared_pass.findings, masks, job_pass, settings)
     return replace(compared_pass, findings=findings, masks=masks)
 
 
@@ -271,7 +277,8 @@ def _choose_reason(verdicts: Sequence[PassVerdict], outcome: Outcome) -> str | N
     """Choose the reason to show: of the first UNSETTLED if this is the outcome, else the most frequent CANNOT TELL.
 
     Passes with other weights and passes that failed explain nothing of the others, so their reasons come last, however
-    many there are. None if there is no such verdict. With no verdict at all that is the reason.
+    many there are. None if no verdict is of that kind. If there is no verdict at all, the reason is that no pass was
+    replayed.
     """
     if outcome is Outcome.UNSETTLED:
         return next(str(verdict.reason) for verdict in verdicts if verdict.outcome is outcome)
@@ -308,9 +315,9 @@ def _compare_environments(
     """
     job_values: dict[str, list[str]] = {}
     for compared_pass in compared_passes:
-        recorded = compared_pass.recorded
-        coarsest = {"dtype": max(recorded.dtypes, key=roundoff)} if recorded.dtypes else {}
-        for name, value in {**recorded.settings, **coarsest}.items():
+        job_pass = compared_pass.recorded
+        coarsest = {"dtype": max(job_pass.dtypes, key=roundoff)} if job_pass.dtypes else {}
+        for name, value in {**job_pass.environment, **coarsest}.items():
             if value not in job_values.setdefault(name, []):
                 job_values[name].append(value)
     shared = [name for name in job_values if name in settings.environment]

@@ -10,7 +10,7 @@ Which tokens a loss should be of, and what they should weigh, no number tells. S
 from collections.abc import Iterator, Sequence
 
 from replay.output.text import Pairs, pluralise
-from replay.verdict.judge import PassEvidence
+from replay.verdict.judge import PassPair
 from replay.verdict.pass_windows import group_into_windows
 
 LABEL = "loss"
@@ -18,17 +18,17 @@ LABEL = "loss"
 MAX_ROUNDING = 0.01
 
 
-def describe_loss_weights(passes: Sequence[PassEvidence]) -> Pairs:
+def describe_loss_weights(passes: Sequence[PassPair]) -> Pairs:
     """Describe the loss of the first step; nothing of a loss that the replay computes by itself."""
-    replayed = [evidence for evidence in passes if _has_job_weights(evidence) and evidence.record.error is None]
+    replayed = [pair for pair in passes if _has_job_weights(pair) and pair.record.error is None]
     # A window that was cut short ends with no gradient's norm.
     windows = [window for window in group_into_windows(replayed) if window[-1].record.result.grad_norm is not None]
     if not windows:
         return []
     window = windows[0]
-    weights = [evidence.replayed.weights for evidence in window]
+    weights = [pair.replayed.weights for pair in window]
     least, most = min(weight.least for weight in weights), max(weight.most for weight in weights)
-    num_targets = sum(evidence.recorded.num_tokens for evidence in window if evidence.recorded is not None)
+    num_targets = sum(pair.recorded.num_tokens for pair in window if pair.recorded is not None)
     text = f"in the first step {pluralise(num_targets, 'target')}, of the weights {least:.3g} to {most:.3g}"
     lines = [(LABEL, f"taken from the gradient of the job's logits, so not judged itself: {text}")]
     if broken := list(_list_not_finite(window)):
@@ -36,7 +36,7 @@ def describe_loss_weights(passes: Sequence[PassEvidence]) -> Pairs:
         where = f"{number} of the first step, first in {broken[0][1]}"
         # Their sum is no number, so it tells of no mean.
         return [*lines, (LABEL, f"the job's gradient is not finite at {where}; the range is of the others")]
-    num_ranks = len({evidence.recorded.rank for evidence in window if evidence.recorded is not None})
+    num_ranks = len({pair.recorded.rank for pair in window if pair.recorded is not None})
     total = sum(weight.total for weight in weights) / num_ranks
     if least < 0 or abs(total - 1) <= MAX_ROUNDING:
         return lines
@@ -45,23 +45,23 @@ def describe_loss_weights(passes: Sequence[PassEvidence]) -> Pairs:
     return [*lines, ("note", f"{LABEL}: the weights add up to {total:.3g}, a mean's to 1{reason}")]
 
 
-def _list_not_finite(window: Sequence[PassEvidence]) -> Iterator[tuple[int, str]]:
+def _list_not_finite(window: Sequence[PassPair]) -> Iterator[tuple[int, str]]:
     """Yield of each pass whose gradient of the loss is not finite somewhere the number of places, and the first."""
-    for evidence in window:
-        tokens = None if evidence.recorded is None else evidence.recorded.tokens
+    for pair in window:
+        tokens = None if pair.recorded is None else pair.recorded.tokens
         if tokens is not None and tokens.first_not_finite is not None:
             row, position = tokens.first_not_finite
-            yield tokens.num_not_finite, f"pass {evidence.record.index + 1}, row {row}, position {position}"
+            yield tokens.num_not_finite, f"pass {pair.record.index + 1}, row {row}, position {position}"
 
 
-def _has_job_weights(evidence: PassEvidence) -> bool:
-    return evidence.recorded is not None and evidence.recorded.has_job_weights_of_tokens
+def _has_job_weights(pair: PassPair) -> bool:
+    return pair.recorded is not None and pair.recorded.has_job_weights_of_tokens
 
 
-def _list_reasons(window: Sequence[PassEvidence], num_targets: int, num_ranks: int) -> list[tuple[float, str]]:
+def _list_reasons(window: Sequence[PassPair], num_targets: int, num_ranks: int) -> list[tuple[float, str]]:
     """List what the weights may add up to, each with the mistake that makes it."""
     num_passes = len(window) // num_ranks
-    sections = [evidence.record.input for evidence in window]
+    sections = [pair.record.input for pair in window]
     num_padded = sum(section.padded_tokens for section in sections)
     num_real = sum(section.real_tokens for section in sections)
     num_predicted = num_padded - sum(section.rows for section in sections)

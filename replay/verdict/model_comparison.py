@@ -116,11 +116,11 @@ def find_unreduced_steps(passes: Sequence[RecordedPass]) -> list[ModelDifference
         recorded
         for recorded in passes
         if recorded.step_after is not None
-        and list(recorded.step_after.passes)[-1:] == [recorded.forward]
-        and GRADIENT_SYNC in recorded.settings
+        and list(recorded.step_after.passes)[-1:] == [recorded.forward_number]
+        and GRADIENT_SYNC in recorded.environment
         and (recorded.world_size or 1) > 1
     ]
-    unreduced = [recorded for recorded in last_passes if recorded.settings[GRADIENT_SYNC] == "off"]
+    unreduced = [recorded for recorded in last_passes if recorded.environment[GRADIENT_SYNC] == "off"]
     if not unreduced:
         return []
     ranks = {recorded.rank for recorded in unreduced if recorded.rank is not None}

@@ -55,6 +55,7 @@ class PassVerdict:
 
     @property
     def is_window(self) -> bool:
+        """Is this the verdict on a window's gradient? A window has no class of its own."""
         return self.first_index is not None
 
     @property
@@ -110,7 +111,7 @@ class Verdict:
     model_differences  what the job's model is known to have other than the replay's
     causes         what is wrong, the surest first; empty where nothing differs, or where no cause is known
     unexplained    the quantities that differ, or are unsettled, and that no cause explains
-    may_follow     further ones, which differ only after a wrong step that a cause explains
+    may_follow     further ones, which may follow from the causes: they differ only after a wrong step that one explains
     trials         what came of running a wrong forward again under hypotheses; None: none ran
     """
 

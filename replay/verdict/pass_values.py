@@ -107,10 +107,10 @@ class Claim:
 class RecordedPass:
     """What one rank of the job recorded of one pass.
 
-    forward           the number of the forward in the job; `origin.step` of its capture
+    forward_number    the number of the forward in the job; `origin.step` of its capture
     num_frozen        how many parameters the job did not train
     dtypes            all that the job is known to have computed in; none where it is not known
-    settings          versions of libraries, and the environment
+    environment       versions of libraries, and settings such as the device
     num_steps_before  how many steps the job's optimizer had taken
     step_after        the optimizer's step after this pass, if there was one before the next pass
     num_tokens        the tokens that the replay's loss is the mean over
@@ -125,14 +125,14 @@ class RecordedPass:
     """
 
     rank: int | None
-    forward: int | None
+    forward_number: int | None
     world_size: int | None
     trains: bool
     claims: Sequence[Claim]
     weights: WeightComparison
     num_frozen: int
     dtypes: Sequence[str]
-    settings: Mapping[str, str] = field(default_factory=dict)
+    environment: Mapping[str, str] = field(default_factory=dict)
     num_steps_before: int | None = None
     step_after: OptimizerStep | None = None
     num_tokens: int = 0
@@ -157,7 +157,7 @@ def read_recorded_pass(
     """
     return RecordedPass(
         rank=call.origin.rank,
-        forward=call.origin.step,
+        forward_number=call.origin.step,
         world_size=call.origin.world_size,
         trains=call.trains,
         claims=[
@@ -170,7 +170,7 @@ def read_recorded_pass(
         num_frozen=call.weights.num_frozen if call.weights is not None else 0,
         samples=call.weights.samples if call.weights is not None else (),
         dtypes=list_job_dtypes(call),
-        settings={**call.origin.versions, **call.environment},
+        environment={**call.origin.versions, **call.environment},
         num_steps_before=call.optimizer_step,
         step_after=call.step,
         num_tokens=count_action_tokens(select_loss_tokens(loss, batch)),

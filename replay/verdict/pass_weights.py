@@ -62,12 +62,14 @@ def check_weights(compared_passes: Sequence[ComparedPass]) -> list[ComparedPass]
     for key, compared_pass in zip(keys, compared_passes, strict=True):
         recorded = compared_pass.recorded
         in_model = differing.setdefault(_find_model_rank(recorded), [])
-        in_model += [(recorded.forward or 0, name) for name in merged[key].differing]
+        in_model += [(recorded.forward_number or 0, name) for name in merged[key].differing]
     return [
         replace(
             compared_pass,
             weights=_infer_unsampled_parameters(
-                merged[key], compared_pass.recorded.forward or 0, differing[_find_model_rank(compared_pass.recorded)]
+                merged[key],
+                compared_pass.recorded.forward_number or 0,
+                differing[_find_model_rank(compared_pass.recorded)],
             ),
         )
         for key, compared_pass in zip(keys, compared_passes, strict=True)
@@ -86,7 +88,7 @@ def _make_weights_key(recorded: RecordedPass, number: int) -> Hashable:
     """
     if recorded.num_steps_before is not None:
         return "step", _find_model_rank(recorded), recorded.num_steps_before
-    return ("pass", recorded.forward) if recorded.weights.is_sharded else ("alone", number)
+    return ("pass", recorded.forward_number) if recorded.weights.is_sharded else ("alone", number)
 
 
 def _infer_unsampled_parameters(
@@ -201,7 +203,7 @@ def follow_weights_through_steps(
 def _explain_changed_training(recorded: RecordedPass, settings: VerdictSettings) -> str | None:
     """Say that the job trained other parameters by a pass than in its first one; None where it is not known to."""
     for difference in settings.model_differences:
-        if difference.forward is not None and (recorded.forward or 0) >= difference.forward:
+        if difference.forward is not None and (recorded.forward_number or 0) >= difference.forward:
             why = f"{difference.where} is {difference.job} in the job, and the replay does not follow that"
             others = [] if settings.steps is None else list_whole_backend(settings.steps)
             return f"{why}. Try: --backend {others[0].value}" if others else why

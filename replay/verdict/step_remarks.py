@@ -16,7 +16,7 @@ def list_step_remarks(passes: Sequence[RecordedPass], *, is_whole: bool, is_stil
     is_stillness_told  it is said elsewhere that a step moved no weight
     """
     by_forward = {
-        (recorded.rank, recorded.forward): recorded
+        (recorded.rank, recorded.forward_number): recorded
         for recorded in passes
         if recorded.trains and recorded.num_steps_before is not None
     }
@@ -81,9 +81,12 @@ def _check_untaken(trained: Sequence[RecordedPass]) -> str | None:
     for recorded in trained:
         by_rank.setdefault(recorded.rank, []).append(recorded)
     for passes in by_rank.values():
-        ends = {recorded.forward or 0: step for recorded in passes if (step := recorded.step_after) is not None}
+        ends = {recorded.forward_number or 0: step for recorded in passes if (step := recorded.step_after) is not None}
         most = max((len(step.passes) for step in ends.values()), default=0)
-        untaken = sum(recorded.forward is not None and recorded.forward > max(ends, default=0) for recorded in passes)
+        untaken = sum(
+            recorded.forward_number is not None and recorded.forward_number > max(ends, default=0)
+            for recorded in passes
+        )
         if untaken > most > 0:
             return (
                 f"the last {untaken} of {pluralise(len(passes), 'training pass')} go into no step: the job took none "

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from replay.tolerances.job_bounds import GRAD_NORM, GRADIENT_NORMS, GRADIENT_QUANTITIES
 from replay.verdict.causes.cause import Cause, CauseName, Sureness
-from replay.verdict.causes.evidence import Evidence, name_time
+from replay.verdict.causes.evidence import CauseEvidence, name_time
 from replay.verdict.causes.wrong_gradient import GRADIENT_FINDINGS
 from replay.verdict.gradient_findings import ComparedPass, list_steps
 from replay.verdict.model_facts import ModelDifferenceKind
@@ -15,7 +15,7 @@ from replay.verdict.pass_values import MISSING_GRADIENT, WEIGHTING
 CLIP_ONCE = "clip once, after the backward of a step's last pass"
 
 
-def find_clipping_of_parts(evidence: Evidence) -> Cause | None:
+def find_clipping_of_parts(evidence: CauseEvidence) -> Cause | None:
     """Tell that the job clipped what it had after a pass that was not the last of the step.
 
     What the job had recorded of the gradient is of such a clipping, and not that of the loss, so no other rule over a
@@ -42,7 +42,7 @@ def clips_parts(window: Sequence[ComparedPass]) -> bool:
     return any(step.clips_early for step in list_steps(window))
 
 
-def find_clipping_of_shards(evidence: Evidence) -> Cause | None:
+def find_clipping_of_shards(evidence: CauseEvidence) -> Cause | None:
     """Tell that each rank clipped its own shards: their gradients are as long on each rank, to a round number."""
     wrong = evidence.find_wrong_window(*GRADIENT_QUANTITIES)
     if wrong is None:
@@ -74,7 +74,7 @@ def find_round_number(norm: float) -> float | None:
     return rounded if norm and math.isclose(norm, rounded, rel_tol=1e-3) else None
 
 
-def find_other_norm(evidence: Evidence) -> Cause | None:
+def find_other_norm(evidence: CauseEvidence) -> Cause | None:
     """Tell that the norm that the job clipped by is not that of its gradient, whose parts are the replay's."""
     wrong = evidence.find_wrong(GRAD_NORM)
     if wrong is None or evidence.is_forward_wrong or wrong[0] is not evidence.first_wrong:

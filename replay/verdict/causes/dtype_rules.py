@@ -12,7 +12,7 @@ import torch
 from replay.tolerances.difference import roundoff
 from replay.tolerances.job_bounds import GRADIENT_QUANTITIES, STEPPED
 from replay.verdict.causes.cause import Cause, CauseName, Sureness
-from replay.verdict.causes.evidence import CauseRule, Evidence, name_time
+from replay.verdict.causes.evidence import CauseEvidence, CauseRule, name_time
 from replay.verdict.causes.model_rules import FORWARD_FINDINGS
 from replay.verdict.gradient_findings import list_steps
 from replay.verdict.outcomes import FINER_DTYPE, Outcome
@@ -41,7 +41,7 @@ def find_half_dtype(values: Iterable[float]) -> str | None:
     return SUMMED if float(has_short.float().mean()) >= LEAST_SHARE else None
 
 
-def find_rounded_gradient(evidence: Evidence) -> Cause | None:
+def find_rounded_gradient(evidence: CauseEvidence) -> Cause | None:
     """Tell that the job's gradient is of values of a 16-bit dtype, and the replay's is not."""
     wrong = evidence.find_wrong_window(*GRADIENT_QUANTITIES)
     if wrong is None:
@@ -63,7 +63,7 @@ def find_rounded_gradient(evidence: Evidence) -> Cause | None:
     )
 
 
-def find_rounded_weights(evidence: Evidence) -> Cause | None:
+def find_rounded_weights(evidence: CauseEvidence) -> Cause | None:
     """Tell that the job's fp32 weights are of values of a 16-bit dtype after a step, and were not before it."""
     if evidence.first_wrong is None:
         return None
@@ -90,14 +90,14 @@ def find_rounded_weights(evidence: Evidence) -> Cause | None:
     return None
 
 
-def find_finer_dtype(evidence: Evidence) -> Cause | None:
+def find_finer_dtype(evidence: CauseEvidence) -> Cause | None:
     """Tell that a finer dtype was typed than the job computed in, where no number is wrong."""
     reasons = [str(verdict.reason) for verdict in evidence.verdicts if verdict.outcome is Outcome.UNSETTLED]
     job_dtypes = [dtype for compared in evidence.passes for dtype in compared.recorded.dtypes]
     if evidence.first_wrong is not None or not any(reason.startswith(FINER_DTYPE) for reason in reasons):
         return None
     job_dtype = max(job_dtypes, key=roundoff)
-    autocast = next((compared.recorded.settings.get("autocast", "off") for compared in evidence.passes), "off")
+    autocast = next((compared.recorded.environment.get("autocast", "off") for compared in evidence.passes), "off")
     under = "" if autocast == "off" else ", under autocast"
     return Cause(
         name=CauseName.DTYPE,

@@ -12,7 +12,7 @@ from replay.verdict.outcomes import Outcome, PassVerdict
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Evidence:
+class CauseEvidence:
     """What a rule may look at.
 
     passes       every pass of every rank, with what the job recorded of it
@@ -89,7 +89,7 @@ class CauseRule:
     """
 
     name: CauseName
-    find: Callable[[Evidence], Cause | None]
+    find: Callable[[CauseEvidence], Cause | None]
     means: str
     told_by: str
     job: str

@@ -20,7 +20,7 @@ def explain_loss_scale(factor: float) -> str:
 def explain_share(factor: float, window: Sequence[ComparedPass]) -> str:
     """Say what else a factor is one over: the passes of a step on a rank, or the ranks."""
     num_ranks = window[0].recorded.world_size or 1
-    num_passes = len({compared.recorded.forward for compared in window})
+    num_passes = len({compared.recorded.forward_number for compared in window})
     reasons = [
         text
         for number, text in (

@@ -14,7 +14,7 @@ from replay.verdict.causes.clipping import (
     find_round_number,
     name_early_clipping,
 )
-from replay.verdict.causes.evidence import CauseRule, Evidence, name_time
+from replay.verdict.causes.evidence import CauseEvidence, CauseRule, name_time
 from replay.verdict.causes.factors import (
     explain_loss_scale,
     explain_padding,
@@ -37,7 +37,7 @@ from replay.verdict.gradient_findings import ANOTHER_LOSS, UNKNOWN_OBJECTIVE, Co
 from replay.verdict.pass_values import MOVED, WEIGHTING
 
 
-def find_ranks_own_gradients(evidence: Evidence) -> Cause | None:
+def find_ranks_own_gradients(evidence: CauseEvidence) -> Cause | None:
     """Tell that ranks stepped parameters, each of which every rank holds whole, with gradients of their own."""
     wrong = find_wrong_gradient(evidence)
     if wrong is None or len(wrong.gradient.ranks) < 2:
@@ -75,7 +75,7 @@ def _are_equal(gradients: Sequence[ComparedGradient]) -> bool:
     return True
 
 
-def find_scaled_loss(evidence: Evidence) -> Cause | None:
+def find_scaled_loss(evidence: CauseEvidence) -> Cause | None:
     """Tell that the job multiplied its losses, all by the same number, before it differentiated them.
 
     What it multiplied them by is recorded. That the gradient is as many times the replay's shows that no other
@@ -143,7 +143,7 @@ def _find_round_norm(wrong: WrongGradient) -> float | None:
     )
 
 
-def find_summed_gradients(evidence: Evidence) -> Cause | None:
+def find_summed_gradients(evidence: CauseEvidence) -> Cause | None:
     """Tell that every gradient is as many times the mean over the ranks as there are ranks."""
     wrong = find_wrong_gradient(evidence)
     num_ranks = 1 if wrong is None else wrong.window[0].recorded.world_size or 1
@@ -162,7 +162,7 @@ def find_summed_gradients(evidence: Evidence) -> Cause | None:
     )
 
 
-def find_scaled_gradients(evidence: Evidence) -> Cause | None:
+def find_scaled_gradients(evidence: CauseEvidence) -> Cause | None:
     """Tell that the gradients of all parameters, or of some, are those of the loss times a number."""
     wrong = find_wrong_gradient(evidence)
     if wrong is None or clips_parts(wrong.window) or find_scaled_loss(evidence) is not None:
@@ -214,7 +214,7 @@ def find_scaled_gradients(evidence: Evidence) -> Cause | None:
     )
 
 
-def find_redrawn_masks(evidence: Evidence) -> Cause | None:
+def find_redrawn_masks(evidence: CauseEvidence) -> Cause | None:
     """Tell that most gradients have another direction in a model with dropout, whose forward drew the job's masks."""
     wrong = find_wrong_gradient(evidence)
     dropout = evidence.settings.dropout
@@ -238,7 +238,7 @@ def find_redrawn_masks(evidence: Evidence) -> Cause | None:
     )
 
 
-def find_changed_gradients(evidence: Evidence) -> Cause | None:
+def find_changed_gradients(evidence: CauseEvidence) -> Cause | None:
     """Tell that some parameters have another gradient, while the others have the loss's."""
     wrong = find_wrong_gradient(evidence)
     if wrong is None or find_scaled_gradients(evidence) is not None or find_ranks_own_gradients(evidence) is not None:
@@ -266,7 +266,7 @@ def find_changed_gradients(evidence: Evidence) -> Cause | None:
     )
 
 
-def find_earlier_gradients(evidence: Evidence) -> Cause | None:
+def find_earlier_gradients(evidence: CauseEvidence) -> Cause | None:
     """Tell that a step's gradient holds that of the step before: it was not cleared, or is a step late."""
     wrong = find_wrong_gradient(evidence)
     if wrong is None:
@@ -349,7 +349,7 @@ def _fit_two(triples: Sequence[tuple[float, float, float]]) -> tuple[float, floa
     return own, other, left / jj
 
 
-def find_other_weighting(evidence: Evidence) -> Cause | None:
+def find_other_weighting(evidence: CauseEvidence) -> Cause | None:
     """Tell that the job gave its passes other shares of a step's gradient than their numbers of tokens."""
     wrong = evidence.find_wrong(WEIGHTING)
     if wrong is None:
@@ -366,7 +366,7 @@ def find_other_weighting(evidence: Evidence) -> Cause | None:
     )
 
 
-def find_other_loss(evidence: Evidence) -> Cause | None:
+def find_other_loss(evidence: CauseEvidence) -> Cause | None:
     """Tell that what the job differentiated was not the loss that its model returned."""
     for verdict, finding in evidence.wrong:
         if finding.doubt is not None and finding.doubt.startswith(ANOTHER_LOSS):
@@ -380,7 +380,7 @@ def find_other_loss(evidence: Evidence) -> Cause | None:
     return None
 
 
-def find_lost_steps(evidence: Evidence) -> Cause | None:
+def find_lost_steps(evidence: CauseEvidence) -> Cause | None:
     """Tell that steps in a 16-bit dtype moved no weight."""
     wrong = evidence.find_wrong(MOVED)
     if wrong is None or not str(wrong[1].values_as_text).startswith("none of"):

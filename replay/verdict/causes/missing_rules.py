@@ -3,14 +3,14 @@
 from collections.abc import Sequence
 
 from replay.verdict.causes.cause import Cause, CauseName, Sureness
-from replay.verdict.causes.evidence import CauseRule, Evidence, name_time
+from replay.verdict.causes.evidence import CauseEvidence, CauseRule, name_time
 from replay.verdict.causes.model_rules import FORWARD_FINDINGS
 from replay.verdict.causes.wrong_gradient import GRADIENT_FINDINGS, find_wrong_gradient, name_parameters
 from replay.verdict.gradient_findings import ComparedPass
 from replay.verdict.pass_values import MISSING_GRADIENT, match_parameter_name
 
 
-def find_missing_gradient(evidence: Evidence) -> Cause | None:
+def find_missing_gradient(evidence: CauseEvidence) -> Cause | None:
     """Name the trained parameters that had no gradient in the job and have one here."""
     wrong = evidence.find_wrong(MISSING_GRADIENT)
     if wrong is None:
@@ -63,7 +63,7 @@ def _find_module_without_gradient(missing: Sequence[str], names: Sequence[str]) 
     return None if best is None else best[1]
 
 
-def _find_zero_gradient(evidence: Evidence) -> Cause | None:
+def _find_zero_gradient(evidence: CauseEvidence) -> Cause | None:
     """Name the parameters whose gradient is zero in the job alone, while others are as here."""
     wrong = find_wrong_gradient(evidence)
     if wrong is None:

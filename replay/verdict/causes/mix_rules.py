@@ -6,7 +6,7 @@ from replay.tolerances.difference import is_coarse
 from replay.tolerances.job_bounds import GRADIENT_QUANTITIES
 from replay.verdict.causes.cause import Cause, CauseName, Sureness
 from replay.verdict.causes.clipping import CLIP_ONCE, clips_parts
-from replay.verdict.causes.evidence import CauseRule, Evidence, name_time
+from replay.verdict.causes.evidence import CauseEvidence, CauseRule, name_time
 from replay.verdict.findings import list_dtypes
 from replay.verdict.gradient_mix import GradientMix, OwnGradient, find_mixes
 from replay.verdict.pass_values import WEIGHTING
@@ -17,7 +17,7 @@ MOST_LEFT = {False: 1e-4, True: 0.1}
 SAME_SHARE = {False: 0.01, True: 0.1}
 
 
-def find_other_mix(evidence: Evidence) -> Cause | None:
+def find_other_mix(evidence: CauseEvidence) -> Cause | None:
     """Name the passes, or the ranks, whose gradients count for nothing, or for more than they should."""
     gradients = evidence.own_gradients
     wrong = evidence.find_wrong(*EXPLAINED)

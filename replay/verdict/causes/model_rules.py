@@ -17,7 +17,7 @@ from replay.tolerances.job_bounds import (
     TOKENS_RMS,
 )
 from replay.verdict.causes.cause import Cause, CauseName, Sureness
-from replay.verdict.causes.evidence import CauseRule, Evidence, name_time
+from replay.verdict.causes.evidence import CauseEvidence, CauseRule, name_time
 from replay.verdict.dropout_masks import JOB_IN_EVAL_MODE, MASKS
 from replay.verdict.findings import FindingStatus
 from replay.verdict.model_facts import BUFFER_DTYPE, OTHER_TEXT, ModelDifference, ModelDifferenceKind
@@ -142,7 +142,7 @@ def describe_model_difference(difference: ModelDifference) -> str:
             return f"the {difference.kind} {what} is {job} in the job{ranks}, {replay} here"
 
 
-def find_model_difference(evidence: Evidence) -> Cause | None:
+def find_model_difference(evidence: CauseEvidence) -> Cause | None:
     """Name the stated difference that may explain the first wrong number, if there is one."""
     first = evidence.first_wrong
     differences = evidence.settings.model_differences
@@ -160,7 +160,7 @@ def find_model_difference(evidence: Evidence) -> Cause | None:
     return _name_difference(evidence, first, differences, kinds)
 
 
-def find_gradient_code(evidence: Evidence) -> Cause | None:
+def find_gradient_code(evidence: CauseEvidence) -> Cause | None:
     """Name the code that may have changed a wrong gradient on its way, if the recording states any."""
     first = evidence.first_wrong
     if first is None or evidence.is_forward_wrong:
@@ -179,7 +179,7 @@ def _fits(difference: ModelDifference, kinds: Sequence[Kind]) -> bool:
 
 
 def _name_difference(
-    evidence: Evidence, first: PassVerdict, differences: Sequence[ModelDifference], kinds: Sequence[Kind]
+    evidence: CauseEvidence, first: PassVerdict, differences: Sequence[ModelDifference], kinds: Sequence[Kind]
 ) -> Cause | None:
     """Name the difference of the first of these kinds that there is; None without one."""
     fitting = [difference for difference in differences if difference.kind in kinds and _fits(difference, kinds)]
@@ -203,13 +203,13 @@ def _name_difference(
     )
 
 
-def _is_acquitted(evidence: Evidence, difference: ModelDifference) -> bool:
+def _is_acquitted(evidence: CauseEvidence, difference: ModelDifference) -> bool:
     """Tell whether a pass of the job has the replay's numbers although its model had this difference."""
     agreeing = {(verdict.index, verdict.rank) for verdict in evidence.verdicts if _has_same_forward(verdict)}
     return any(
         (compared.record.index, compared.record.rank) in agreeing
         and (not difference.ranks or compared.recorded.rank in difference.ranks)
-        and (compared.recorded.forward or 0) >= (difference.forward or 0)
+        and (compared.recorded.forward_number or 0) >= (difference.forward or 0)
         for compared in evidence.passes
     )
 
@@ -219,14 +219,14 @@ def _has_same_forward(verdict: PassVerdict) -> bool:
     return has_agreed and not verdict.is_window and not any(finding.is_wrong for finding in verdict.findings)
 
 
-def _has_stepped_before(evidence: Evidence) -> bool:
+def _has_stepped_before(evidence: CauseEvidence) -> bool:
     """Tell whether the replay took a step before the first wrong number."""
     first = evidence.first_wrong
     has_ended = first is not None and any(window[-1].record.index < first.index for window in evidence.windows)
     return has_ended and evidence.settings.steps is not None
 
 
-def _were_tokens_judged(evidence: Evidence) -> bool:
+def _were_tokens_judged(evidence: CauseEvidence) -> bool:
     """Tell whether the log-probs of single tokens were held against the job's in the first wrong pass, and agree."""
     first = evidence.first_wrong
     return first is not None and any(
@@ -234,7 +234,7 @@ def _were_tokens_judged(evidence: Evidence) -> bool:
     )
 
 
-def find_other_versions(evidence: Evidence) -> Cause | None:
+def find_other_versions(evidence: CauseEvidence) -> Cause | None:
     """Tell that libraries or devices differ, where nothing else is known to explain a wrong number."""
     first = evidence.first_wrong
     names = ("torch", "transformers", "deepspeed", "flash_attn", "device", "attention", "kernels")
@@ -253,7 +253,7 @@ def find_other_versions(evidence: Evidence) -> Cause | None:
     )
 
 
-def find_unstated_difference(evidence: Evidence) -> Cause | None:
+def find_unstated_difference(evidence: CauseEvidence) -> Cause | None:
     """Say that nothing that was recorded tells why the first wrong number is wrong, and what is left."""
     first = evidence.first_wrong
     if first is None or evidence.settings.model_differences:
@@ -284,7 +284,7 @@ def find_unstated_difference(evidence: Evidence) -> Cause | None:
     )
 
 
-def find_other_loss_function(evidence: Evidence) -> Cause | None:
+def find_other_loss_function(evidence: CauseEvidence) -> Cause | None:
     """Tell that the forward is right, token by token, and the loss is not: it is another function of the log-probs."""
     first = evidence.first_wrong
     if first is None or not evidence.is_forward_wrong or not _were_tokens_judged(evidence):
@@ -311,7 +311,7 @@ def find_other_loss_function(evidence: Evidence) -> Cause | None:
     )
 
 
-def find_other_masks(evidence: Evidence) -> Cause | None:
+def find_other_masks(evidence: CauseEvidence) -> Cause | None:
     """Tell that the job drew random numbers in a forward where the replay draws none, or the other way round."""
     wrong = evidence.find_wrong(MASKS)
     if wrong is None:

@@ -2,13 +2,13 @@
 
 from replay.tolerances.job_bounds import GRAD_NORM, GRADIENT, LOSS
 from replay.verdict.causes.cause import Cause, CauseName, Sureness
-from replay.verdict.causes.evidence import CauseRule, Evidence, name_time
+from replay.verdict.causes.evidence import CauseEvidence, CauseRule, name_time
 from replay.verdict.causes.model_rules import ALL_FINDINGS
 from replay.verdict.pass_values import ROUTER_LOSS_DOUBT
 from replay.verdict.route_findings import ROUTES, name_layer
 
 
-def find_other_routes(evidence: Evidence) -> Cause | None:
+def find_other_routes(evidence: CauseEvidence) -> Cause | None:
     """Name the first layer whose router chooses other experts than its scores do here.
 
     With the job's routes a forward of the right scores agrees. Where numbers of the forward are wrong besides, what
@@ -30,7 +30,7 @@ def find_other_routes(evidence: Evidence) -> Cause | None:
     )
 
 
-def find_other_router_loss(evidence: Evidence) -> Cause | None:
+def find_other_router_loss(evidence: CauseEvidence) -> Cause | None:
     """Tell how many times its coefficient the routers' loss counts in the job, where the loss alone is wrong.
 
     Where it cannot be computed here, a loss that is off tells nothing else.

@@ -3,7 +3,7 @@
 from replay.output.text import pluralise
 from replay.tolerances.job_bounds import GRADIENT_QUANTITIES, STEPPED
 from replay.verdict.causes.cause import Cause, CauseName, Sureness
-from replay.verdict.causes.evidence import CauseRule, Evidence, name_time
+from replay.verdict.causes.evidence import CauseEvidence, CauseRule, name_time
 from replay.verdict.causes.model_rules import FORWARD_FINDINGS
 from replay.verdict.optimizer_facts import (
     StateFactKind,
@@ -23,7 +23,7 @@ MISCOUNTS = {
 }
 
 
-def find_other_state(evidence: Evidence) -> Cause | None:
+def find_other_state(evidence: CauseEvidence) -> Cause | None:
     """Tell that the optimizer's own count of steps is not that of the steps it was seen to take."""
     if evidence.first_wrong is None:
         return None
@@ -67,7 +67,7 @@ def find_other_state(evidence: Evidence) -> Cause | None:
     return Cause(name=name, sureness=Sureness.IS, sentence=fact.describe(), try_next=try_next, explains=EXPLAINED)
 
 
-def _is_followed_by_wrong_number(evidence: Evidence, step: int) -> bool:
+def _is_followed_by_wrong_number(evidence: CauseEvidence, step: int) -> bool:
     """Tell whether the first wrong number of the run may come of this step of the job: none before it does."""
     first = evidence.first_wrong
     if first is None:
@@ -81,7 +81,7 @@ def _is_followed_by_wrong_number(evidence: Evidence, step: int) -> bool:
     return not counts or counts[0] is None or counts[0] > step
 
 
-def find_repeated_steps(evidence: Evidence) -> Cause | None:
+def find_repeated_steps(evidence: CauseEvidence) -> Cause | None:
     """Tell that the optimizer counts several steps for each that the job's loop takes."""
     by_number: dict[int, int] = {}
     for compared in evidence.passes:
@@ -105,7 +105,7 @@ def find_repeated_steps(evidence: Evidence) -> Cause | None:
     )
 
 
-def find_untaken_passes(evidence: Evidence) -> Cause | None:
+def find_untaken_passes(evidence: CauseEvidence) -> Cause | None:
     """Name a training pass, between others whose gradients were taken, that no step took."""
     taken: dict[int, set[int]] = {}
     for compared in evidence.passes:
@@ -114,8 +114,9 @@ def find_untaken_passes(evidence: Evidence) -> Cause | None:
     for compared in evidence.passes:
         recorded = compared.recorded
         forwards = taken.get(recorded.rank or 0, set())
-        is_between = recorded.forward is not None and forwards and min(forwards) < recorded.forward < max(forwards)
-        if evidence.first_wrong is not None and recorded.trains and is_between and recorded.forward not in forwards:
+        number = recorded.forward_number
+        is_between = number is not None and forwards and min(forwards) < number < max(forwards)
+        if evidence.first_wrong is not None and recorded.trains and is_between and number not in forwards:
             return Cause(
                 name=CauseName.STEPS_SKIPPED,
                 sureness=Sureness.PROBABLY,
@@ -127,7 +128,7 @@ def find_untaken_passes(evidence: Evidence) -> Cause | None:
     return None
 
 
-def find_other_optimizer(evidence: Evidence) -> Cause | None:
+def find_other_optimizer(evidence: CauseEvidence) -> Cause | None:
     """Tell that the job stepped with other settings than the replay was told to."""
     wrong = [(verdict, finding) for verdict, finding in evidence.wrong if finding.name == OPTIMIZER]
     if not wrong:
@@ -159,7 +160,7 @@ def find_other_optimizer(evidence: Evidence) -> Cause | None:
     )
 
 
-def find_other_moments(evidence: Evidence) -> Cause | None:
+def find_other_moments(evidence: CauseEvidence) -> Cause | None:
     """Tell that the optimizer's moments are of another gradient than the one that was recorded, which agrees."""
     wrong = evidence.find_wrong(OPTIMIZER_STATE)
     if wrong is None or wrong[0] is not evidence.first_wrong:
@@ -181,7 +182,7 @@ def find_other_moments(evidence: Evidence) -> Cause | None:
     )
 
 
-def find_left_out_parameters(evidence: Evidence) -> Cause | None:
+def find_left_out_parameters(evidence: CauseEvidence) -> Cause | None:
     """Tell that the job's optimizer has fewer parameters than are trained."""
     steps = [compared.recorded.step_after for compared in evidence.passes if compared.recorded.step_after is not None]
     if evidence.first_wrong is None or not steps:

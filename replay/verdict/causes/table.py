@@ -21,7 +21,7 @@ from replay.verdict.causes import (
     weight_rules,
 )
 from replay.verdict.causes.cause import LOOP_CAUSES, Cause, Sureness
-from replay.verdict.causes.evidence import CauseRule, Evidence
+from replay.verdict.causes.evidence import CauseEvidence, CauseRule
 from replay.verdict.outcomes import Outcome, Verdict
 from replay.verdict.pass_values import MISSING_GRADIENT
 from replay.verdict.route_findings import ROUTES
@@ -44,7 +44,7 @@ _OF_LAYERS = frozenset({*model_rules.FORWARD_FINDINGS, ROUTES, *GRADIENT_QUANTIT
 SURENESS_ORDER = (Sureness.IS, Sureness.PROBABLY, Sureness.MAY_BE)
 
 
-def find_causes(evidence: Evidence, rules: Sequence[CauseRule] = RULES) -> list[Cause]:
+def find_causes(evidence: CauseEvidence, rules: Sequence[CauseRule] = RULES) -> list[Cause]:
     """Return the causes that the evidence shows, the sure ones first, else in the order of the table.
 
     A cause is left out if those before it explain all that is wrong and that it explains, unless it is sure and no
@@ -65,7 +65,7 @@ def find_causes(evidence: Evidence, rules: Sequence[CauseRule] = RULES) -> list[
     return causes
 
 
-def list_unexplained(evidence: Evidence, causes: Sequence[Cause]) -> tuple[list[str], list[str]]:
+def list_unexplained(evidence: CauseEvidence, causes: Sequence[Cause]) -> tuple[list[str], list[str]]:
     """Name the findings that differ, or are unsettled, and that no cause explains; those that may follow apart.
 
     Where the first wrong number is a step's, and a cause explains it, the job went on with other weights than the

@@ -5,7 +5,7 @@ from functools import partial
 
 from replay.tolerances.job_bounds import GRADIENT_QUANTITIES, STEPPED
 from replay.verdict.causes.cause import Cause, CauseName, Sureness
-from replay.verdict.causes.evidence import CauseRule, Evidence
+from replay.verdict.causes.evidence import CauseEvidence, CauseRule
 from replay.verdict.causes.trial import FORWARD_FINDINGS, SURE_GAIN_A_TRIAL, TrialReport, TrialResult
 from replay.verdict.pass_values import OPTIMIZER_STATE
 
@@ -35,7 +35,7 @@ def select_agreeing(report: TrialReport | None) -> Sequence[TrialResult]:
     return [result for result in agreeing if result.gain * RIVAL_FACTOR > best]
 
 
-def find_by_trial(name: CauseName, evidence: Evidence) -> Cause | None:
+def find_by_trial(name: CauseName, evidence: CauseEvidence) -> Cause | None:
     """Name the cause `name` if a trial of it gives the job's numbers."""
     agreeing = select_agreeing(evidence.trials)
     own = [result for result in agreeing if result.cause is name]

@@ -10,7 +10,7 @@ from replay.output.text import name_some, pluralise
 from replay.tolerances.difference import FP32_SPACING
 from replay.tolerances.job_bounds import STEPPED
 from replay.verdict.causes.cause import Cause, CauseName, Sureness
-from replay.verdict.causes.evidence import CauseRule, Evidence, name_time
+from replay.verdict.causes.evidence import CauseEvidence, CauseRule, name_time
 from replay.verdict.causes.step_rules import EXPLAINED
 from replay.verdict.gradient_findings import list_steps
 from replay.verdict.outcomes import OTHER_WEIGHTS, Outcome, PassVerdict
@@ -26,7 +26,7 @@ LEAST_ELEMENTS = 8
 MAX_RESIDUAL = 0.02
 
 
-def find_other_weights(evidence: Evidence) -> Cause | None:
+def find_other_weights(evidence: CauseEvidence) -> Cause | None:
     """Name the weights that are not the job's, if that keeps every pass from being judged."""
     judged = [verdict for verdict in evidence.verdicts if verdict.outcome is not Outcome.CANNOT_TELL]
     other = next(iter(evidence.verdicts), None)
@@ -64,7 +64,7 @@ def find_other_weights(evidence: Evidence) -> Cause | None:
     )
 
 
-def find_weights_of_earlier_step(evidence: Evidence) -> Cause | None:
+def find_weights_of_earlier_step(evidence: CauseEvidence) -> Cause | None:
     """Tell that the job went back to weights that it had before: they were loaded again in the midst of training."""
     if evidence.first_wrong is None:
         return None
@@ -85,7 +85,7 @@ def find_weights_of_earlier_step(evidence: Evidence) -> Cause | None:
     return None
 
 
-def _collect_samples(evidence: Evidence) -> Mapping[int, Mapping[int, Samples]]:
+def _collect_samples(evidence: CauseEvidence) -> Mapping[int, Mapping[int, Samples]]:
     """Collect the job's samples of its weights: by rank, by the number of steps before them, by parameter and place."""
     by_rank: dict[int, dict[int, dict[tuple[str, int], Sequence[float]]]] = {}
     for compared in evidence.passes:
@@ -97,7 +97,7 @@ def _collect_samples(evidence: Evidence) -> Mapping[int, Mapping[int, Samples]]:
     return by_rank
 
 
-def find_other_update(evidence: Evidence) -> Cause | None:
+def find_other_update(evidence: CauseEvidence) -> Cause | None:
     """Tell that a step moved the weights otherwise than its gradient and its settings do."""
     wrong = evidence.find_wrong(STEPPED)
     if wrong is None or wrong[0] is not evidence.first_wrong:
@@ -153,7 +153,7 @@ def find_other_update(evidence: Evidence) -> Cause | None:
     )
 
 
-def _find_average(evidence: Evidence, verdict: PassVerdict) -> Cause | None:
+def _find_average(evidence: CauseEvidence, verdict: PassVerdict) -> Cause | None:
     """Name the average of the job's earlier weights that it has behind the step, as an EMA that was left in is one.
 
     Weights add up to 1 in an average, so the differences from the first weights are a sum of their differences.
@@ -197,7 +197,7 @@ def _find_average(evidence: Evidence, verdict: PassVerdict) -> Cause | None:
     )
 
 
-def _find_scaled_step(evidence: Evidence, verdict: PassVerdict, samples: Sequence[SteppedSample]) -> Cause | None:
+def _find_scaled_step(evidence: CauseEvidence, verdict: PassVerdict, samples: Sequence[SteppedSample]) -> Cause | None:
     """Say by which factor a step moves all weights, if it is one; a loss scale that left too late gives its inverse."""
     job_N, replay_N = (
         torch.tensor(
@@ -246,7 +246,7 @@ def _find_scaled_step(evidence: Evidence, verdict: PassVerdict, samples: Sequenc
     )
 
 
-def _list_stepped(evidence: Evidence, verdict: PassVerdict) -> list[SteppedSample]:
+def _list_stepped(evidence: CauseEvidence, verdict: PassVerdict) -> list[SteppedSample]:
     """List the samples of the weights behind the replay's first step, if this is a verdict on it; else none."""
     window = evidence.find_window(verdict)
     if window is None or window[0].record.result.num_steps:

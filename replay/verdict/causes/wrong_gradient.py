@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from replay.output.text import name_some, pluralise
 from replay.tolerances.difference import is_coarse
 from replay.tolerances.job_bounds import GRADIENT_QUANTITIES, STEPPED, compute_norm_bound
-from replay.verdict.causes.evidence import Evidence
+from replay.verdict.causes.evidence import CauseEvidence
 from replay.verdict.findings import list_dtypes
 from replay.verdict.gradient_evidence import ComparedGradient, GradientEvidence, name_kind
 from replay.verdict.gradient_findings import ComparedPass, collect_gradient_evidence, list_steps
@@ -67,7 +67,7 @@ def find_factor(parameter: ComparedGradient) -> float | None:
     return -parameter.ratio if (parameter.cosine or 0.0) < 0 else parameter.ratio
 
 
-def find_wrong_gradient(evidence: Evidence) -> WrongGradient | None:
+def find_wrong_gradient(evidence: CauseEvidence) -> WrongGradient | None:
     """Find the first window whose gradient differs, if the job recorded enough of it."""
     wrong = evidence.find_wrong_window(MISSING_GRADIENT, *GRADIENT_QUANTITIES)
     gradient = None if wrong is None else collect_gradient_evidence(wrong[2])

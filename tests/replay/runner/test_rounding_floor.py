@@ -22,7 +22,7 @@ from replay.runner.rounding_floor import (
     measure_step_floors,
 )
 from replay.tolerances.job_bounds import LOSS, TOKENS_RMS, NoiseFloor, name_signature_floor
-from replay.verdict.judge import PassEvidence
+from replay.verdict.judge import PassPair
 from replay.verdict.pass_values import ReplayedPass
 from tests.helpers.made_records import record
 from tests.trainers.common import make_batches, make_model
@@ -68,9 +68,9 @@ def test_at_most_four_passes_are_measured_or_one_window(window: int, inputs: int
     assert count_passes_to_measure(spec, inputs) == measured
 
 
-def make_pass(index: int, loss: float) -> PassEvidence:
+def make_pass(index: int, loss: float) -> PassPair:
     """A pass of one rank, each of which ends with a step."""
-    return PassEvidence(record(index, loss=loss, num_steps=index), None, ReplayedPass())
+    return PassPair(record(index, loss=loss, num_steps=index), None, ReplayedPass())
 
 
 def test_behind_the_measured_passes_a_floor_grows_as_the_number_of_steps(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ import pytest
 from replay.tolerances.job_bounds import GRAD_NORM, LOSS
 from replay.verdict.dropout_masks import MASKS, OTHER_MASKS, MaskStatus, compare_masks, drew_same_masks
 from replay.verdict.findings import FindingStatus, VerdictSettings
-from replay.verdict.judge import PassEvidence, judge
+from replay.verdict.judge import PassPair, judge
 from replay.verdict.outcomes import Outcome, Verdict
 from replay.verdict.pass_values import Claim, RecordedPass, ReplayedPass, WeightComparison
 from replay.verdict.random_draws import RandomDraws
@@ -39,13 +39,13 @@ FIVE_ON_GPU, SIX_ON_GPU = (make_draws(end, "cuda") for end in (b"5", b"6"))
 def make_recorded(*claims: Claim, draws: RandomDraws | None = FIVE, **changes: Any) -> RecordedPass:
     values: dict[str, Any] = {
         "rank": 0,
-        "forward": 0,
+        "forward_number": 0,
         "world_size": 1,
         "trains": True,
         "weights": WeightComparison(compared=("a",), num_parameters=1),
         "num_frozen": 0,
         "dtypes": ["float32"],
-        "settings": {**ENVIRONMENT, **({"device": "H100"} if draws is not None and "cuda" in draws.after else {})},
+        "environment": {**ENVIRONMENT, **({"device": "H100"} if draws is not None and "cuda" in draws.after else {})},
     }
     return RecordedPass(**{**values, "claims": claims, "draws": draws, **changes})
 
@@ -59,7 +59,7 @@ def judge_pass(
 ) -> Verdict:
     """Judge a pass beside a replay's loss of 1.5 over 80 tokens, and a gradient norm of 4."""
     own = record(0, row_action_tokens=[30, 50], grad_norm=4.0, row_log_probs=[-30.0, -100.0], **values)
-    return judge([PassEvidence(own, recorded, replayed)], setting)
+    return judge([PassPair(own, recorded, replayed)], setting)
 
 
 def test_with_the_jobs_masks_a_number_that_is_off_differs_and_a_right_one_is_reproduced() -> None:
@@ -86,15 +86,20 @@ def test_with_other_masks_nothing_is_judged_though_it_agrees(claim: Claim) -> No
     ("recorded", "replayed", "setting", "why"),
     [
         (make_recorded(), make_replayed(has_job_layout=False), SETTING, "the rows have another shape"),
-        (make_recorded(settings={**ENVIRONMENT, "attention": "eager"}), make_replayed(), SETTING, "--attention eager"),
-        (make_recorded(settings={**ENVIRONMENT, "compiled": "yes"}), make_replayed(), SETTING, "compiled"),
+        (
+            make_recorded(environment={**ENVIRONMENT, "attention": "eager"}),
+            make_replayed(),
+            SETTING,
+            "--attention eager",
+        ),
+        (make_recorded(environment={**ENVIRONMENT, "compiled": "yes"}), make_replayed(), SETTING, "compiled"),
         (make_recorded(draws=replace(FIVE, cpu_kind=b"mkl")), make_replayed(), SETTING, "this CPU draws"),
         (make_recorded(), make_replayed(), replace(SETTING, why_other_draws="--tp 2"), "--tp 2"),
         (make_recorded(), make_replayed(replace(FIVE, before={"cpu": b"1"})), SETTING, "did not begin where"),
         (make_recorded(draws=FIVE_ON_GPU), make_replayed(FIVE), SETTING, "the job ran on H100, this is CPU"),
         (make_recorded(draws=FIVE_ON_GPU, dtypes=["bfloat16"]), make_replayed(FIVE_ON_GPU), ON_GPU, "dtype"),
         (
-            make_recorded(draws=FIVE_ON_GPU, settings={**ON_GPU.environment, "torch": "2.11.0"}),
+            make_recorded(draws=FIVE_ON_GPU, environment={**ON_GPU.environment, "torch": "2.11.0"}),
             make_replayed(FIVE_ON_GPU),
             ON_GPU,
             "torch 2.11.0",
@@ -189,7 +194,7 @@ def test_where_neither_draws_the_numbers_are_judged_whatever_the_config_says() -
 
 def test_of_another_accelerator_nothing_is_known() -> None:
     """The generators of the CPU did not move, and that of the device is not recorded."""
-    recorded = make_recorded(WRONG, draws=NONE, settings={**ENVIRONMENT, "device": "NPU"})
+    recorded = make_recorded(WRONG, draws=NONE, environment={**ENVIRONMENT, "device": "NPU"})
     assert compare_masks(recorded, make_replayed(), SETTING).status is MaskStatus.NOT_RECORDED
 
 

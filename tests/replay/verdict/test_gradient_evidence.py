@@ -49,7 +49,7 @@ def compare(ranks: Sequence[Sequence[GradientSignature]], replayed: Mapping[str,
     recorded = [
         RecordedPass(
             rank=rank,
-            forward=0,
+            forward_number=0,
             world_size=len(ranks),
             trains=True,
             claims=(),

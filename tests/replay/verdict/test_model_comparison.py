@@ -320,14 +320,14 @@ def make_pass(forward: int, *, rank: int, sync: str | None, ends_step: bool) -> 
     step = OptimizerStep(number=forward // 2, passes=[forward - 1, forward], shares=[0.5, 0.5]) if ends_step else None
     return RecordedPass(
         rank=rank,
-        forward=forward,
+        forward_number=forward,
         world_size=2,
         trains=True,
         claims=(),
         weights=WeightComparison(),
         num_frozen=0,
         dtypes=(),
-        settings={} if sync is None else {"gradient_sync": sync},
+        environment={} if sync is None else {"gradient_sync": sync},
         num_steps_before=forward // 2,
         step_after=step,
     )

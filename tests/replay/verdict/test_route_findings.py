@@ -20,7 +20,7 @@ from tests.helpers.made_records import record
 SETTINGS = VerdictSettings(dtype="bfloat16", num_layers=4, num_data_ranks=1, grad_accumulation=1, is_mixture=True)
 RECORDED = RecordedPass(
     rank=0,
-    forward=0,
+    forward_number=0,
     world_size=1,
     trains=True,
     claims=(),

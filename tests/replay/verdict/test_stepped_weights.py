@@ -27,7 +27,7 @@ def compare(*samples: SteppedSample, settings: VerdictSettings = SETTINGS, **nor
     gradient = GradientSamples(norms={"weight": 1.0, **norms}, sizes=dict.fromkeys(["weight", *norms], 4), values={})
     recorded = RecordedPass(
         rank=0,
-        forward=0,
+        forward_number=0,
         world_size=1,
         trains=True,
         claims=[],

@@ -50,7 +50,7 @@ def test_passes_of_two_recordings_whose_files_are_mixed_are_not_judged_together(
         return [
             (
                 record(index, rank=rank),
-                RecordedPass(rank=rank, forward=0, claims=claims, dtypes=[], recording=time, **same),
+                RecordedPass(rank=rank, forward_number=0, claims=claims, dtypes=[], recording=time, **same),
             )
             for rank, time in began.items()
         ]

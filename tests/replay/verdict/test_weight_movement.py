@@ -25,7 +25,7 @@ def make_pass(
     ]
     return RecordedPass(
         rank=rank,
-        forward=0,
+        forward_number=0,
         world_size=1,
         trains=True,
         claims=(),

@@ -9,7 +9,7 @@ from typing import Any
 from capture.file_format.gradient_signature import GradientSignature, choose_signature_elements
 from capture.file_format.optimizer_step import OptimizerStep
 from replay.tolerances.job_bounds import GRAD_NORM, GRADIENT, LOSS, TOKENS
-from replay.verdict.causes.evidence import Evidence
+from replay.verdict.causes.evidence import CauseEvidence
 from replay.verdict.findings import Finding, VerdictSettings, make_finding
 from replay.verdict.gradient_findings import ComparedPass
 from replay.verdict.gradient_samples import GradientSamples
@@ -97,7 +97,7 @@ def make_window(
             record=replace(record(index, grad_norm=measure_norm(replay)), rank=rank, data_rank=rank),
             recorded=RecordedPass(
                 rank=rank,
-                forward=index,
+                forward_number=index,
                 world_size=len(job),
                 trains=True,
                 claims=(),
@@ -122,7 +122,9 @@ def make_window(
     ]
 
 
-def make_gradient_evidence(*windows: Sequence[ComparedPass], names: Sequence[str] = (GRAD_NORM, GRADIENT)) -> Evidence:
+def make_gradient_evidence(
+    *windows: Sequence[ComparedPass], names: Sequence[str] = (GRAD_NORM, GRADIENT)
+) -> CauseEvidence:
     """Evidence in which the forwards agree, and the last window's gradient differs in the quantities `names`."""
     last = windows[-1][-1]
     job_norm = math.hypot(*(signature.norm for signature in sign_of(last)))
@@ -130,7 +132,7 @@ def make_gradient_evidence(*windows: Sequence[ComparedPass], names: Sequence[str
         make_finding(name, job_norm, float(last.record.result.grad_norm or 0.0), difference=1.0, bound=1e-4)
         for name in names
     ]
-    return Evidence(
+    return CauseEvidence(
         passes=[compared for window in windows for compared in window],
         windows=windows,
         verdicts=[make_verdict(last.record.index, findings, optimizer_step=last.recorded.num_steps_before)],
@@ -157,13 +159,13 @@ def make_verdict(index: int, findings: Sequence[Finding], *, optimizer_step: int
     )
 
 
-def make_forward_evidence(*wrong: str, **settings: Any) -> Evidence:
+def make_forward_evidence(*wrong: str, **settings: Any) -> CauseEvidence:
     """Evidence of one pass whose quantities `wrong` differ, and whose other ones of loss and tokens agree."""
     findings = [
         make_finding(name, 2.0, 1.0 if name in wrong else 2.0, difference=float(name in wrong), bound=0.1)
         for name in (LOSS, TOKENS)
     ]
-    return Evidence(
+    return CauseEvidence(
         passes=[],
         windows=[],
         verdicts=[make_verdict(0, findings)],

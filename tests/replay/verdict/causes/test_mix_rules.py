@@ -7,7 +7,7 @@ import pytest
 
 from replay.tolerances.job_bounds import GRADIENT
 from replay.verdict.causes.cause import Cause, CauseName, Sureness
-from replay.verdict.causes.evidence import Evidence
+from replay.verdict.causes.evidence import CauseEvidence
 from replay.verdict.causes.mix_rules import EXPLAINED, find_other_mix
 from replay.verdict.gradient_mix import OwnGradient
 from tests.replay.verdict.causes.made_evidence import (
@@ -21,7 +21,7 @@ from tests.replay.verdict.causes.made_evidence import (
 PARTS = [draw_gradients(seed) for seed in range(3)]
 
 
-def make_mix_evidence(shares: Sequence[float], *, clips_early: bool = False, dtype: str = "float32") -> Evidence:
+def make_mix_evidence(shares: Sequence[float], *, clips_early: bool = False, dtype: str = "float32") -> CauseEvidence:
     """Evidence of a step of one rank, whose gradient has so many times of each pass what it should have."""
     num_passes = len(shares)
     job = {

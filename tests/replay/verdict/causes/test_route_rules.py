@@ -5,7 +5,7 @@ from dataclasses import replace
 from replay.runlog.records import RoutesSection
 from replay.tolerances.job_bounds import LOSS, TOKENS
 from replay.verdict.causes.cause import CauseName, Sureness
-from replay.verdict.causes.evidence import Evidence
+from replay.verdict.causes.evidence import CauseEvidence
 from replay.verdict.causes.route_rules import find_other_router_loss, find_other_routes
 from replay.verdict.causes.table import find_causes
 from replay.verdict.findings import make_finding
@@ -14,7 +14,7 @@ from replay.verdict.route_findings import ROUTES
 from tests.replay.verdict.causes.made_evidence import draw_gradients, make_forward_evidence, make_verdict, make_window
 
 
-def make_route_evidence(*others: str) -> Evidence:
+def make_route_evidence(*others: str) -> CauseEvidence:
     """Evidence of a router of layer 3 that sends half of the tokens elsewhere, and of other wrong numbers."""
     where = "model.layers.3.mlp.gate"
     findings = [make_finding(ROUTES, 0.0, 0.5, difference=0.5, bound=0.02, is_evidence=False, where=where)]
@@ -38,7 +38,7 @@ def test_beside_a_wrong_forward_it_may_be_a_consequence() -> None:
     assert find_other_routes(make_forward_evidence(TOKENS)) is None
 
 
-def make_loss_evidence(term: float | None, *wrong: str) -> Evidence:
+def make_loss_evidence(term: float | None, *wrong: str) -> CauseEvidence:
     """Evidence of a loss of 2 in the job and 1 here, of which `term` is the routers'."""
     gradients = draw_gradients()
     [compared] = make_window([gradients], gradients)

@@ -10,7 +10,7 @@ from actor_init.spec import ActorSpec
 from replay.tolerances.job_bounds import GRAD_NORM, GRADIENT_NORMS, LOSS, STEPPED
 from replay.verdict.causes.cause import CauseName, Sureness
 from replay.verdict.causes.clipping import find_other_norm
-from replay.verdict.causes.evidence import Evidence
+from replay.verdict.causes.evidence import CauseEvidence
 from replay.verdict.causes.step_rules import (
     EXPLAINED,
     find_left_out_parameters,
@@ -36,7 +36,7 @@ SOUND = draw_gradients()
 
 def make_steps(
     counts: Sequence[tuple[int, ...]], left_out: Sequence[int] = (), *, begins_with_state: bool = True
-) -> Evidence:
+) -> CauseEvidence:
     """Passes of which each ends a step before which the optimizer had counted so many; some are in no step."""
     passes = []
     for index, state_steps in enumerate(counts):
@@ -137,7 +137,7 @@ def test_a_norm_that_is_not_that_of_the_parts_is_one_of_another_clipping(
         make_finding(GRAD_NORM, 5.0, 4.0, difference=0.25, bound=1e-4),
         make_finding(GRADIENT_NORMS, 1.0 + off, 1.0, difference=off, bound=1e-3),
     ]
-    evidence = Evidence(
+    evidence = CauseEvidence(
         passes=[], windows=[], verdicts=[make_verdict(0, findings, optimizer_step=0)], settings=SETTINGS, environment={}
     )
     cause = find_other_norm(evidence)
@@ -151,7 +151,7 @@ def test_moments_of_another_gradient_are_told_where_the_gradient_agrees(off: flo
         make_finding(GRADIENT_NORMS, 1.0 + off, 1.0, difference=off, bound=1e-3),
         make_finding(OPTIMIZER_STATE, 0.1, 0.9, difference=1.0, bound=1e-3),
     ]
-    evidence = Evidence(
+    evidence = CauseEvidence(
         passes=[], windows=[], verdicts=[make_verdict(1, findings, optimizer_step=1)], settings=SETTINGS, environment={}
     )
     cause = find_other_moments(evidence)
@@ -161,7 +161,7 @@ def test_moments_of_another_gradient_are_told_where_the_gradient_agrees(off: flo
 
 def make_state_evidence(
     counts: Sequence[tuple[int, ...]], *, step: int | None = 2, name: str = OPTIMIZER_STATE, **settings: Any
-) -> Evidence:
+) -> CauseEvidence:
     """Steps before which the optimizer had counted so many; `name` is wrong at `step`, or in a forward behind all."""
     evidence = make_steps(counts)
     wrong = make_finding(name, 2.0, 1.0, difference=1.0, bound=0.1)
@@ -222,7 +222,7 @@ def test_a_lost_state_says_how_to_keep_it() -> None:
     assert str(begun.try_next).startswith("load the optimizer's state with the weights")
 
 
-def make_optimizer_evidence(*texts: str, num_windows: int) -> Evidence:
+def make_optimizer_evidence(*texts: str, num_windows: int) -> CauseEvidence:
     """As many windows, the first of which have these words about their optimizers' settings."""
     windows = [make_window([SOUND], SOUND, index=index) for index in range(num_windows)]
     verdicts = []
@@ -290,7 +290,7 @@ def test_an_optimizer_of_fewer_parameters_than_are_trained_left_some_out(
 
 @pytest.mark.parametrize(
     ("changes", "is_found"),
-    [({}, True), ({"trains": False}, False), ({"forward": None}, False), ({"rank": 1}, False)],
+    [({}, True), ({"trains": False}, False), ({"forward_number": None}, False), ({"rank": 1}, False)],
 )
 def test_a_pass_that_was_to_be_trained_on_is_missed_alone(changes: dict[str, Any], is_found: bool) -> None:
     """A rank that no step of is known may have taken its passes."""

@@ -7,7 +7,7 @@ import pytest
 
 from docs.write_causes import PAGE, SKILL, insert_table, list_causes, list_meanings
 from replay.verdict.causes.cause import Cause, CauseName, Sureness
-from replay.verdict.causes.evidence import CauseRule, Evidence
+from replay.verdict.causes.evidence import CauseEvidence, CauseRule
 from replay.verdict.causes.table import RULES, find_causes, list_unexplained, may_lie_in_layer
 from replay.verdict.findings import VerdictSettings, make_finding
 from replay.verdict.judge import judge
@@ -17,11 +17,11 @@ from tests.broken_jobs.table import JOBS
 SETTINGS = VerdictSettings(dtype="float32", num_layers=2, num_data_ranks=1, grad_accumulation=1)
 
 
-def make_evidence(*names: str) -> Evidence:
+def make_evidence(*names: str) -> CauseEvidence:
     """A pass in which the quantities of these names differ."""
     findings = [make_finding(name, 2.0, 1.0, difference=1.0, bound=0.1) for name in names]
     verdict = PassVerdict(index=0, source="a.pkl", rank=0, outcome=Outcome.DIFFERS, reason=None, findings=findings)
-    return Evidence(passes=[], windows=[], verdicts=[verdict], settings=SETTINGS, environment={})
+    return CauseEvidence(passes=[], windows=[], verdicts=[verdict], settings=SETTINGS, environment={})
 
 
 def make_rule(name: CauseName, sureness: Sureness, *explains: str) -> CauseRule:
@@ -94,7 +94,7 @@ def test_what_is_wrong_behind_an_explained_step_may_follow_from_it() -> None:
 
 
 def test_without_a_wrong_number_there_is_no_cause() -> None:
-    evidence = Evidence(passes=[], windows=[], verdicts=[], settings=SETTINGS, environment={"torch": ("1", "2")})
+    evidence = CauseEvidence(passes=[], windows=[], verdicts=[], settings=SETTINGS, environment={"torch": ("1", "2")})
     assert find_causes(evidence) == []
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from replay.tolerances.job_bounds import GRADIENT, LOSS, TOKENS
 from replay.verdict.causes.cause import Cause, CauseName, Sureness
-from replay.verdict.causes.evidence import Evidence
+from replay.verdict.causes.evidence import CauseEvidence
 from replay.verdict.causes.table import find_causes
 from replay.verdict.causes.trial import (
     TrialMatch,
@@ -53,7 +53,7 @@ def make_result(
     )
 
 
-def make_evidence(*results: TrialResult, step: int | None = None, wrong: Sequence[Finding] = ()) -> Evidence:
+def make_evidence(*results: TrialResult, step: int | None = None, wrong: Sequence[Finding] = ()) -> CauseEvidence:
     verdict = PassVerdict(
         index=0,
         source="a.pkl",
@@ -65,7 +65,7 @@ def make_evidence(*results: TrialResult, step: int | None = None, wrong: Sequenc
         optimizer_step=step,
     )
     settings = VerdictSettings(dtype="float32", num_layers=2, num_data_ranks=1, grad_accumulation=1)
-    return Evidence(
+    return CauseEvidence(
         passes=(),
         windows=(),
         verdicts=[verdict],
@@ -79,7 +79,7 @@ def name_causes(*results: TrialResult, step: int | None = None) -> list[tuple[Ca
     return [(cause.name, cause.sureness) for cause in find_trial_causes(make_evidence(*results, step=step))]
 
 
-def find_trial_causes(evidence: Evidence) -> list[Cause]:
+def find_trial_causes(evidence: CauseEvidence) -> list[Cause]:
     return find_causes(evidence, RULES)
 
 
