@@ -275,7 +275,8 @@ def padding_may_predict_label(spec: ReplayParts) -> bool:
     Not where packed rows were typed, nor where parity compares runs of the same tokens in any layout.
     """
     actor, measure = spec.actor, spec.measure
-    return not (actor.packing or actor.parallel.ring > 1 or measure.details or is_objective(measure.loss))
+    is_of_actions = is_objective(measure.loss) and measure.loss != RECORDED.name
+    return not (actor.packing or actor.parallel.ring > 1 or measure.details or is_of_actions)
 
 
 def compute_negated_mean(log_probs_BA: Tensor, inputs: ActorInputs) -> Tensor:

@@ -17,10 +17,15 @@ from capture.file_format.capture_file import Call, read_call
 from capture.file_format.end_record import count_not_recorded
 from capture.file_format.folder_recordings import FolderRecording, list_recordings
 from capture.file_format.listing import CaptureLocation, list_captures
-from capture.file_format.micro_batch import CaptureError, MicroBatch, NotReplayableError
+from capture.file_format.micro_batch import (
+    CaptureError,
+    MicroBatch,
+    NotReplayableError,
+    with_loss_targets_as_labels,
+)
 from capture.file_format.segment import Segment, capture_exists
 from capture.file_format.segment_record import SegmentRecord, digest_window
-from replay.objective.objective import name_noted_objective, select_loss_tokens
+from replay.objective.objective import name_loss, name_noted_objective, select_loss_tokens
 from replay.options.option_parsing import format_error_with_flags
 from replay.options.spec import InputOrder, InputsSpec, LossName, Passes, check_inputs, find_sample_folder
 from replay.output.text import describe_unreplayable, explain_unrecorded, join_lines, pluralise
@@ -147,8 +152,12 @@ class CaptureReader:
         Both are 0 for a micro-batch that no model accepts: its pass will report why.
         """
         try:
-            batch = replace(select_loss_tokens(self.loss, batch), padding_predicts_label=self.padding_predicts_label)
-            return count_action_tokens(batch), count_predicted_by_padding(batch) if self.padding_predicts_label else 0
+            of_loss = replace(select_loss_tokens(self.loss, batch), padding_predicts_label=self.padding_predicts_label)
+            # Of a loss that the job computed from logits, the targets that its gradient showed are the labels.
+            is_recorded = self.loss == LossName.AUTO and name_loss(self.loss, batch) == LossName.STAND_IN
+            with_labels = with_loss_targets_as_labels(batch) if is_recorded else of_loss
+            num_after_padding = count_predicted_by_padding(with_labels) if self.padding_predicts_label else 0
+            return count_action_tokens(of_loss), num_after_padding
         except CaptureError:
             return 0, 0
 

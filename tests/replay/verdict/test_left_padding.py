@@ -57,6 +57,12 @@ def loss_of_labels_shifted_twice(model: Any, batch: dict[str, Tensor]) -> Tensor
     return own_loss(model, batch)
 
 
+def loss_of_the_loop(model: Any, batch: dict[str, Tensor]) -> Tensor:
+    """Compute the loss outside of the model, which is given no labels."""
+    labels_BS = batch.pop("labels")
+    return F.cross_entropy(model(**batch).logits[:, :-1].flatten(0, 1), labels_BS[:, 1:].flatten())
+
+
 def train(folder: Path, model: Any, loss_of: Callable[[Any, dict[str, Tensor]], Tensor] = own_loss) -> Path:
     model.save_pretrained(folder / "model")
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.0)
@@ -73,8 +79,8 @@ def train(folder: Path, model: Any, loss_of: Callable[[Any, dict[str, Tensor]], 
     return folder
 
 
-def verdict_of(job: Path, logs: Path, *typed: str, details: bool = False) -> Any:
-    command = ["--inputs", str(job / "captures"), "--model", str(job / "model"), "--loss", "sft", "--quiet"]
+def verdict_of(job: Path, logs: Path, *typed: str, loss: str = "sft", details: bool = False) -> Any:
+    command = ["--inputs", str(job / "captures"), "--model", str(job / "model"), "--loss", loss, "--quiet"]
     assert run_with([*command, "--log-folder", str(logs), *typed], details=details) == 0
     [run] = logs.glob("*/run.json")
     return json.loads(run.read_text())["verdict"]
@@ -86,6 +92,12 @@ def test_a_job_padded_on_the_left_is_reproduced_through_its_steps(
 ) -> None:
     """What a token of padding attends to is the kernel's own: nothing under sdpa, everything under eager."""
     verdict = verdict_of(train(tmp_path, make(kernel)), tmp_path / "logs", *STEP)
+    assert [judged["outcome"] for judged in (*verdict["passes"], *verdict["windows"])] == ["REPRODUCED"] * 4
+
+
+def test_a_loss_of_the_loop_has_the_token_that_padding_predicts_too(tmp_path: Path) -> None:
+    job = train(tmp_path, llama("sdpa"), loss_of_the_loop)
+    verdict = verdict_of(job, tmp_path / "logs", *STEP, loss="auto")
     assert [judged["outcome"] for judged in (*verdict["passes"], *verdict["windows"])] == ["REPRODUCED"] * 4
 
 
