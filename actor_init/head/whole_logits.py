@@ -19,13 +19,14 @@ from capture.file_format.micro_batch import IGNORED_LABEL
 def compute_eager_log_probs(logits: Tensor, predictor_N: Tensor, target_ids_N: Tensor) -> Tensor:
     """Compute fp32 log-probs [N] of the targets, from `logits` [B, S, V]; `predictor_N` indexes the flattened [B, S].
 
-    Where most tokens have a target, all logits are converted to fp32, as jobs do: to select rows first would copy the
-    logits, and in the backward their gradient. A long prompt's logits are not converted.
+    Where a backward follows and most tokens have a target, all logits are converted to fp32, as jobs do: to select rows
+    first would copy the logits, and in the backward their gradient. A long prompt's logits are not converted. Without a
+    backward a token may have several targets.
     """
     logits_TV = logits.flatten(0, 1)
     num_tokens, num_targets = logits_TV.shape[0], predictor_N.shape[0]
     # A selected row takes 2 bytes a number beside the 4 of fp32.
-    if 4 * num_tokens > 6 * num_targets:
+    if not logits.requires_grad or 4 * num_tokens > 6 * num_targets:
         return -F.cross_entropy(logits_TV[predictor_N].float(), target_ids_N, reduction="none")
     return -_compute_losses(logits_TV, _place_targets(num_tokens, predictor_N, target_ids_N))[predictor_N]
 

@@ -135,7 +135,9 @@ class TrialActor:
         # Every rank runs as many forwards, since a backend may gather weights in them.
         num_parts = max(self.world.gather(-(-len(predictor_N) // size)))
         parts = zip(predictor_N.tensor_split(num_parts), target_N.tensor_split(num_parts), strict=True)
-        return torch.cat([self._run(feed, self.head, predictors, targets) for predictors, targets in parts])
+        # The compiled loss has one target for each token.
+        head = None if self.head is None else replace(self.head, compiled=None)
+        return torch.cat([self._run(feed, head, predictors, targets) for predictors, targets in parts])
 
     def measure_logits(self) -> tuple[Tensor, Tensor]:
         """Return of each of the replay's log-probs what a smoothed loss and a z-loss need. All ranks must call this.

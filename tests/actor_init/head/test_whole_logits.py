@@ -30,3 +30,10 @@ def test_log_probs_and_gradient(num_targets: int, dtype: torch.dtype) -> None:
     assert logits.grad is not None
     assert exact.grad is not None
     torch.testing.assert_close(logits.grad.double(), exact.grad, atol=1e-6 if dtype is torch.float32 else 1e-2, rtol=0)
+
+
+def test_without_a_backward_a_token_may_have_several_targets() -> None:
+    logits = torch.randn(ROWS, TOKENS, VOCABULARY, generator=torch.Generator().manual_seed(0))
+    predictor_N, target_ids_N = torch.arange(ROWS * TOKENS).repeat_interleave(2), torch.arange(48) % VOCABULARY
+    expected_N = logits.flatten(0, 1).log_softmax(-1)[predictor_N, target_ids_N]
+    torch.testing.assert_close(compute_eager_log_probs(logits, predictor_N, target_ids_N), expected_N)
