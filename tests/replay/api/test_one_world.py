@@ -219,6 +219,8 @@ def test_of_json_the_result_stands_alone_on_the_first_rank(
         return made
 
     monkeypatch.setattr(f"replay.commands.{name}.report.{name}", run)
+    # The sample has no log-probs of a rollout, which would be refused before.
+    monkeypatch.setattr("replay.processes.launch.find_lack", lambda *_: None)
     monkeypatch.setenv("RANK", str(rank))
     assert main([name, str(SAMPLE), "--json"]) == made.exit_code
     out = capsys.readouterr().out
