@@ -86,7 +86,8 @@ def select_part(facts: ModelFacts, names: Collection[str]) -> ModelFacts:
     """Return the facts of the part that has parameters of these names, with the names that it gives them.
 
     Jobs hold a model in one of their own, as OpenRLHF's `Actor` does in `actor.model`. Hooks of the modules around the
-    part are told as its own. The facts are returned as they are if the whole model has these names, or no part has.
+    part are told as its own, and `compiled`, which nobody compares, has the names of the whole. The facts are returned
+    as they are if the whole model has these names, or no part has.
     """
     part = _find_part(facts, names)
     if not part:
@@ -102,7 +103,6 @@ def select_part(facts: ModelFacts, names: Collection[str]) -> ModelFacts:
     parts = part.split(".")
     around = [".".join(parts[:length]) for length in range(len(parts))]
     hooks = [hook for module in (*around, part) for hook in facts.modules.get(module, {}).get("hooks", ())]
-    is_compiled_whole = any(name in (*around, part) for name in facts.compiled)
     return replace(
         facts,
         modules={"": {**facts.modules[part], **({"hooks": hooks} if hooks else {})}, **rename(facts.modules)},
@@ -110,7 +110,6 @@ def select_part(facts: ModelFacts, names: Collection[str]) -> ModelFacts:
         tied=[tie for names in facts.tied if len(tie := rename_all(names)) == len(names)],
         frozen_later={forward: rename_all(patterns) for forward, patterns in facts.frozen_later.items()},
         buffers=rename(facts.buffers),
-        compiled=[*([""] if is_compiled_whole else []), *rename_all(facts.compiled)],
     )
 
 
@@ -118,12 +117,15 @@ def _find_part(facts: ModelFacts, names: Collection[str]) -> str:
     """Find the outermost module that has most of the parameters; empty where that is the whole model, or none is."""
     looked_for = sorted(names)[:: max(len(names) // NUM_LOOKED_FOR, 1)]
     table = PatternTable(facts.parameters)
-    num_found = {
-        module: sum(table.find(f"{module}.{name}" if module else name) is not None for name in looked_for)
-        for module in sorted(facts.modules, key=lambda module: len(module.split(".")) if module else 0)
-    }
-    part = max(num_found, key=lambda module: num_found[module], default="")
-    return part if num_found.get(part) else ""
+    part, most = "", 0
+    for module in sorted(facts.modules, key=lambda module: len(module.split(".")) if module else 0):
+        num_found = sum(table.find(f"{module}.{name}" if module else name) is not None for name in looked_for)
+        if num_found > most:
+            part, most = module, num_found
+        # Each of many ranks has facts, and mostly the whole model or a part right inside has all names.
+        if most == len(looked_for):
+            break
+    return part
 
 
 def write_model_facts(home: Path, facts: ModelFacts, *, stamp: str) -> Path:

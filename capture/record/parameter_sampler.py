@@ -340,26 +340,23 @@ class ParameterSampler:
 
     def count_cpu_elements(self) -> int:
         """Count the elements of the trained parameters on a CPU, of all ranks together."""
-        trained = [
-            parameter
-            for slot in self.slots
-            if (parameter := slot.get_parameter()) is not None
-            and parameter.requires_grad
-            and parameter.device.type == "cpu"
-        ]
+        trained = self._list_trained(on_cpu=True)
         # ZeRO 3 leaves no elements in a parameter, and keeps their number.
         return sum(int(getattr(parameter, "ds_numel", parameter.numel())) for parameter in trained)
 
     def count_device_bytes(self) -> int:
         """Count the bytes of the trained parameters that are not on a CPU, as far as each rank holds them."""
-        trained = {
-            id(parameter): parameter
+        trained = {id(parameter): parameter for parameter in self._list_trained(on_cpu=False)}
+        return sum(count_local_elements(parameter) * parameter.element_size() for parameter in trained.values())
+
+    def _list_trained(self, *, on_cpu: bool) -> list[nn.Parameter]:
+        return [
+            parameter
             for slot in self.slots
             if (parameter := slot.get_parameter()) is not None
             and parameter.requires_grad
-            and parameter.device.type != "cpu"
-        }
-        return sum(count_local_elements(parameter) * parameter.element_size() for parameter in trained.values())
+            and (parameter.device.type == "cpu") is on_cpu
+        ]
 
     @property
     def step_slots(self) -> Sequence[ParameterSlot]:

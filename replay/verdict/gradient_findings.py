@@ -420,12 +420,10 @@ def _doubt_scale_of_weights(window: Sequence[ComparedPass], evidence: GradientEv
         return None
     total = math.fsum(compared_pass.replayed.weights.total for compared_pass in window)
     total /= window[0].recorded.world_size or 1
-    parameters = [parameter for parameter in evidence.parameters.values() if parameter.job_norm is not None]
-    replay_norm = math.hypot(*(parameter.replay_norm for parameter in parameters))
-    job_norm = math.hypot(*(parameter.job_norm or 0.0 for parameter in parameters))
-    if not total or not replay_norm or math.isclose(total, 1, rel_tol=SAME_SCALE):
+    factor = None if evidence.whole is None else evidence.whole.ratio
+    if not total or factor is None or math.isclose(total, 1, rel_tol=SAME_SCALE):
         return None
-    if not math.isclose(job_norm / replay_norm, 1 / total, rel_tol=SAME_SCALE):
+    if not math.isclose(factor, 1 / total, rel_tol=SAME_SCALE):
         return None
     return (
         f"the weights of the loss that the job differentiated add up to {total:.6g}, and its gradients are divided by "
