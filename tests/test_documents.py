@@ -125,6 +125,15 @@ def test_the_site_lists_every_page() -> None:
     assert sorted({*listed} & pages) == sorted(pages)
 
 
+def test_the_pages_are_short() -> None:
+    """Every word between blanks counts, in tables and code too; what a builder writes between its marks does not."""
+    pages = sorted((ROOT / "docs").glob("*.md"))
+    text = "\n".join(page.read_text(encoding="utf-8") for page in pages)
+    written = re.sub(r"<!-- (\w+): begin -->.*?<!-- \1: end -->", "", text, flags=re.DOTALL)
+    assert len(pages) <= 18
+    assert len(re.findall(r"\S*\w\S*", written)) <= 20_000
+
+
 def test_the_reference_of_the_api_is_what_the_docstrings_say() -> None:
     text = write_api.PAGE.read_text(encoding="utf-8")
     assert write_api.insert_reference(text) == text, "run `python -m docs.write_api`"
