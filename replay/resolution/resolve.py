@@ -208,6 +208,12 @@ def choose_loss(spec: ReplayParts, selection: Selection, first_call: Call | None
     return ResolvedChoice(setting=LOSS, value=str(usual_loss), by=ChosenBy.DEFAULT, why=why)
 
 
+def type_loss_of_job(spec: ReplaySpec, selection: Selection) -> ReplaySpec:
+    """Return the spec with the loss that the job noted, for replays that could not choose it themselves."""
+    loss = choose_loss(spec, selection, None)
+    return replace(spec, measure=replace(spec.measure, loss=loss.value)) if loss.by is ChosenBy.JOB else spec
+
+
 def _find_noted_loss_obstacle(spec: ReplayParts) -> str | None:
     """Say which options are against taking a noted objective that is not typed; None if none is."""
     inputs, measure = spec.inputs, spec.measure

@@ -26,12 +26,11 @@ from replay.commands.check_upgrade.result import (
 from replay.comparison.differences import Quantity, compare
 from replay.comparison.text import describe_first_difference
 from replay.options.option_parsing import format_command_line, format_error_with_flags
-from replay.options.resolved import ChosenBy
 from replay.options.spec import ReplaySpec
 from replay.output.printing import open_console, print_pairs
 from replay.processes.interpreter import Environment, probe
 from replay.processes.pool import Machine, RunLimits
-from replay.resolution.resolve import choose_loss
+from replay.resolution.resolve import type_loss_of_job
 from replay.resolution.selection import select
 from replay.runlog.reader import PastRun
 from replay.runlog.run_file import RunFile
@@ -68,7 +67,9 @@ def check(spec: ReplaySpec, pythons: Sequence[str], *, run_limit: float = RUN_SE
     environments = [probe(python) for python in pythons]
     spec = replace(spec, inputs=replace(spec.inputs, max_inputs=spec.inputs.max_inputs or NUM_INPUTS))
     words = [*list_words({"python": [environment.python for environment in environments]}), *format_command_line(spec)]
-    spec = _with_loss_of_job(spec)
+    selection = select(spec.inputs, 0, 1, loss=spec.measure.loss, grad_accumulation=spec.actor.grad_accumulation)
+    # A replay that keeps details, as both do, would choose a mean of log-probs. Both verdicts are on the job.
+    spec = type_loss_of_job(spec, selection)
     spec = replace(spec, measure=replace(spec.measure, details=True))
     campaign = Campaign.begin(
         "check-upgrade",
@@ -85,16 +86,6 @@ def check(spec: ReplaySpec, pythons: Sequence[str], *, run_limit: float = RUN_SE
     campaign.result = result.to_dict()
     campaign.write()
     return result
-
-
-def _with_loss_of_job(spec: ReplaySpec) -> ReplaySpec:
-    """Return the spec with the loss that the job noted, as a replay chooses it: both verdicts are on the job.
-
-    A run that keeps details, as both replays do, would choose a mean of log-probs.
-    """
-    selection = select(spec.inputs, 0, 1, loss=spec.measure.loss, grad_accumulation=spec.actor.grad_accumulation)
-    loss = choose_loss(spec, selection, None)
-    return replace(spec, measure=replace(spec.measure, loss=loss.value)) if loss.by is ChosenBy.JOB else spec
 
 
 def _replay(campaign: Campaign[UpgradePlan], name: str, environment: Environment, screen: IO[str]) -> EnvironmentRun:

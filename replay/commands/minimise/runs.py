@@ -32,11 +32,10 @@ from replay.commands.minimise.trials import (
     read_cell,
 )
 from replay.options.option_parsing import format_command_line, format_error_with_flags
-from replay.options.resolved import ChosenBy
 from replay.options.spec import ReplaySpec
 from replay.output.text import pluralise
 from replay.processes.pool import Child, Machine, RunLimits
-from replay.resolution.resolve import choose_loss
+from replay.resolution.resolve import type_loss_of_job
 from replay.resolution.selection import Selection, select
 
 
@@ -114,12 +113,9 @@ def _begin(
             f"Try: a smaller {Setting('processes')}, {Setting('tp')} or {Setting('ring')}"
         )
     selections = _select_for_all(spec, num_processes // (spec.actor.parallel.tp * spec.actor.parallel.ring))
-    loss = choose_loss(spec, selections[0], None)
-    if loss.by is ChosenBy.JOB:
-        # A part of a capture has no noted loss that would tell it.
-        spec = replace(spec, measure=replace(spec.measure, loss=loss.value))
     plan = MinimisePlan(
-        spec=spec,
+        # A part of a capture has no noted loss that would tell it.
+        spec=type_loss_of_job(spec, selections[0]),
         num_processes=num_processes,
         limits=MinimiseLimits(**limits),
         redact=redact,
