@@ -4,18 +4,25 @@ python -m docs.write_schemas
 """
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass, make_dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_type_hints
 
 from actor_init.as_json import make_json_schema
-from docs.campaign_shapes import PRINTED, Campaign, CapturedPass
-from docs.shapes import CALL, list_fields, make_shape
+from replay.api.captures import Capture
 from replay.campaign.campaign import FORMAT as CAMPAIGN_FORMAT
+from replay.campaign.campaign import CampaignFile
+from replay.commands.check_upgrade.result import UpgradeCheck, UpgradeResult
 from replay.commands.diagnose.report import Diagnosis
 from replay.commands.inspect.inspection import Inspection
+from replay.commands.minimise.runs import MinimisedOutcome
 from replay.commands.mismatch.report import MismatchReport
+from replay.commands.parity.report import ParityOutcome
+from replay.commands.recompiles.runs import RecompilesOutcome
+from replay.commands.scan.runs import ScanOutcome
+from replay.commands.suite.runs import SuiteOutcome
+from replay.commands.worst.sections import WorstOutcome
 from replay.comparison.differences import Differences
 from replay.options.spec import ReplaySpec
 from replay.output.text import CheckResult
@@ -32,6 +39,27 @@ FOLDER = Path(__file__).parent.parent / "replay" / "schemas"
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
 # Raised with a change that a reader of the old files would misread.
 RESULT_VERSION = 1
+
+Field = tuple[str, Any] | tuple[str, Any, Any]
+# The fields around the result of a command that leaves a folder, in what --json prints.
+CALL: list[Field] = [("folder", str), ("command", str), ("exit_code", int)]
+
+
+def list_fields(kind: type, *, optional: bool = False, **changes: Any) -> list[Field]:
+    """List the fields of a dataclass for another one. `changes`: other types of some. `optional`: each may miss."""
+    assert is_dataclass(kind)
+    hints = get_type_hints(kind, include_extras=True) | changes
+    return [
+        (part.name, hints[part.name])
+        if not optional and part.default is MISSING and part.default_factory is MISSING
+        else (part.name, hints[part.name], field(default=None))
+        for part in fields(kind)
+    ]
+
+
+def make_shape(name: str, parts: Iterable[Field]) -> type:
+    return make_dataclass(name, parts, kw_only=True)
+
 
 # run.json has the fields of the start of a run and of its end side by side, and those that are not known yet are not
 # there. The sections of the end are those that packages above the log write.
@@ -114,6 +142,24 @@ class _Report:
     problems: list[str]
 
 
+@dataclass(kw_only=True)
+class _TensorForm:
+    shape: Sequence[int]
+    dtype: str
+
+
+_FORMS = Mapping[str, _TensorForm]
+# What --json prints of a command that leaves a folder is what `CampaignResult.to_dict` returns of these.
+_OUTCOMES: Mapping[str, type] = {
+    "diagnose": Diagnosis,
+    "minimise": MinimisedOutcome,
+    "mismatch": MismatchReport,
+    "parity": ParityOutcome,
+    "recompiles": RecompilesOutcome,
+    "scan": ScanOutcome,
+    "suite": SuiteOutcome,
+    "worst": WorstOutcome,
+}
 _INSPECTION = make_shape(
     "Inspection",
     list_fields(Inspection, damaged=list[UnusedFile], unreplayable=list[UnusedFile], hang=Mapping[str, str]),
@@ -125,19 +171,36 @@ DOCUMENTS: dict[str, tuple[str, Any, int]] = {
     "verdict": ("The verdict of run.json", Verdict, FORMAT),
     "replay": ("replay --json", _Replay, FORMAT),
     "compare": ("replay compare --json", _Comparison, RESULT_VERSION),
-    "diagnose": ("replay diagnose --json", make_shape("Diagnose", [*CALL, ("result", Diagnosis)]), RESULT_VERSION),
     "doctor": ("replay doctor --json", _Doctor, RESULT_VERSION),
     "hang": ("replay hang --json", _Hang, RESULT_VERSION),
     "inspect": ("replay inspect --json", _INSPECTION, RESULT_VERSION),
-    "mismatch": (
-        "replay mismatch --json",
-        make_shape("Mismatch", [*CALL, ("result", MismatchReport)]),
+    "report": ("replay report --json", _Report, RESULT_VERSION),
+    "check-upgrade": (
+        "replay check-upgrade --json",
+        make_shape("ReplayCheckUpgrade", [("result", UpgradeResult), *list_fields(UpgradeCheck)]),
         RESULT_VERSION,
     ),
-    "report": ("replay report --json", _Report, RESULT_VERSION),
-    **{command: (f"replay {command} --json", kind, RESULT_VERSION) for command, kind in PRINTED.items()},
-    "campaign": ("The JSON file that a command of many replays leaves in its folder", Campaign, CAMPAIGN_FORMAT),
-    "capture": ("A capture of replay.captures, as to_dict() returns it", CapturedPass, RESULT_VERSION),
+    **{
+        command: (
+            f"replay {command} --json",
+            make_shape(f"Replay{command.capitalize()}", [*CALL, ("result", outcome)]),
+            RESULT_VERSION,
+        )
+        for command, outcome in _OUTCOMES.items()
+    },
+    "campaign": (
+        "The JSON file that a command of many replays leaves in its folder",
+        make_shape("Campaign", list_fields(CampaignFile, format=Literal[CAMPAIGN_FORMAT])),
+        CAMPAIGN_FORMAT,
+    ),
+    "capture": (
+        "A capture of replay.captures, as to_dict() returns it",
+        make_shape(
+            "CapturedPass",
+            [part for part in list_fields(Capture, path=str, tensors=_FORMS, notes=_FORMS) if part[0] != "outputs"],
+        ),
+        RESULT_VERSION,
+    ),
 }
 
 

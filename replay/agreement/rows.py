@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 from actor_init.spec import UsageError
 from replay.agreement.plan import REPEATS, Cell, ParityPlan, Role
@@ -131,9 +131,9 @@ class ParityLog:
             self.rows[number] = self.rows[number].after(finished)
             yield number
 
-    def write(self, result: dict[str, Any]) -> None:
-        """Write the runs, and what was judged of them."""
-        runs = [
+    def list_runs(self) -> list[ParityRun]:
+        """List the rows as parity.json has them."""
+        return [
             ParityRun(
                 name=row.cell.name,
                 state=row.state,
@@ -143,9 +143,6 @@ class ParityLog:
             )
             for row in self.rows
         ]
-        finished = all(row.state is not RowState.PENDING for row in self.rows)
-        self.campaign.result = {"finished": finished, "runs": runs, **result}
-        self.campaign.write()
 
 
 def folder_name_of(cell: str) -> str:

@@ -127,14 +127,15 @@ class _JournalLine:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _CampaignFile:
-    """The fields of `<command>.json` that --continue reads."""
+class CampaignFile:
+    """`<command>.json`; docs/formats.md explains the result."""
 
     format: int
     command: str
     machine: Machine
-    versions: dict[str, str | None]
-    plan: dict[str, Any]
+    versions: Mapping[str, str | None]
+    plan: Mapping[str, Any]
+    result: Mapping[str, Any] | None
 
 
 @dataclass(kw_only=True, slots=True)
@@ -201,7 +202,7 @@ class Campaign(Generic[PlanT]):
                 raise UsageError(
                     f"{path} is of format {content['format']}; this version can only continue format {FORMAT}"
                 )
-            file = from_json(_CampaignFile, content, source=f"{path} is damaged", ignore_others=True)
+            file = from_json(CampaignFile, content, source=f"{path} is damaged", ignore_others=True)
             plan = from_json(plan_class, file.plan, source=f"{path} is damaged: plan")
             lines = _read_journal(folder / JOURNAL)
         except (OSError, ValueError) as error:
@@ -227,14 +228,14 @@ class Campaign(Generic[PlanT]):
 
     def write(self) -> None:
         """Write the plan and what is known of the result."""
-        content = {
-            "format": FORMAT,
-            "command": self.command,
-            "machine": self.machine,
-            "versions": self.versions,
-            "plan": self.plan,
-            "result": self.result,
-        }
+        content = CampaignFile(
+            format=FORMAT,
+            command=self.command,
+            machine=self.machine,
+            versions=self.versions,
+            plan=to_json(self.plan),
+            result=to_json(self.result),
+        )
         write_atomically(self.path, json_bytes(content))
 
     @property

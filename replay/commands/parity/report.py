@@ -9,14 +9,14 @@ runs       25: 3 references, 10 equivalents, 12 cells
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from actor_init.as_json import to_json
 from capture.progress_bar import ProgressBar
 from replay.agreement.noise_floor import MatrixResult
 from replay.agreement.plan import Cell
-from replay.agreement.rows import ParityLog, ParityRow, RowState
+from replay.agreement.rows import ParityLog, ParityRow, ParityRun, RowState
 from replay.commands.parity import text as parity_wording
 from replay.output.html import render
 from replay.output.printing import open_console, print_line, print_pairs, print_table
@@ -61,6 +61,15 @@ class ParityProgress:
         print_pairs(out, [("written", str(path)) for path in paths])
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ParityOutcome(MatrixResult):
+    """The `result` of parity.json: what was judged of the runs, the runs, and where those that differ first depart."""
+
+    finished: bool
+    runs: Sequence[ParityRun]
+    first_differences: Sequence[str]
+
+
 def count_settled(log: ParityLog) -> int:
     """Count the runs that have ended or will not be made."""
     return sum(row.state is not RowState.PENDING for row in log.rows)
@@ -68,7 +77,16 @@ def count_settled(log: ParityLog) -> int:
 
 def write_report(log: ParityLog, result: MatrixResult, differences: Pairs, progress: ParityProgress) -> None:
     """Print what is known, and write it into parity.json, parity.html and, with matplotlib, parity.svg."""
-    log.write({**to_json(result), "first_differences": [text for _, text in differences]})
+    log.campaign.result = ParityOutcome(
+        cells=result.cells,
+        noises=result.noises,
+        remarks=result.remarks,
+        costs=result.costs,
+        finished=count_settled(log) == len(log.rows),
+        runs=log.list_runs(),
+        first_differences=[text for _, text in differences],
+    )
+    log.campaign.write()
     paths, note, picture = [log.campaign.path], "", None
     if shares := compute_shares(log, result):
         drawn = log.folder / "parity.svg"

@@ -128,8 +128,10 @@ class PolicyResult:
     fed_tokens: int = 0
     error: str = ""
     log: str = ""
+    # As `estimate_seconds` gives them for --num-passes.
+    net_seconds: float | None = None
 
-    def net_seconds(self, num_passes: int) -> float | None:
+    def estimate_seconds(self, num_passes: int) -> float | None:
         """Return the seconds of so many passes with this mix of lengths; None if it is not known."""
         return None if self.pass_seconds is None else self.extra_seconds + num_passes * self.pass_seconds
 
@@ -137,7 +139,9 @@ class PolicyResult:
 def find_best(results: Sequence[PolicyResult], num_passes: int) -> PolicyResult | None:
     """Return the policy with the fewest net seconds; None if none is known."""
     net_seconds = [
-        (net, number) for number, result in enumerate(results) if (net := result.net_seconds(num_passes)) is not None
+        (net, number)
+        for number, result in enumerate(results)
+        if (net := result.estimate_seconds(num_passes)) is not None
     ]
     return results[min(net_seconds)[1]] if net_seconds else None
 

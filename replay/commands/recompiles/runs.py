@@ -17,7 +17,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any
 
-from actor_init.as_json import to_json
 from actor_init.spec import ActorSpec, UsageError
 from capture.facts import Setting
 from replay.campaign.campaign import Campaign, CampaignJob, FeedableInputs, catch_interruption
@@ -72,7 +71,7 @@ class RecompilesConsole:
         """Print the table, the guards that failed, and which policy to use."""
         print_line(self._out)
         plain = next((result.fed_tokens for result in results if result.policy is Policy.OFF), 0)
-        nets = [result.net_seconds(num_passes) for result in results]
+        nets = [result.net_seconds for result in results]
         print_table(
             self._out,
             {
@@ -133,6 +132,14 @@ _NUMBER = re.compile(r"\b\d+(/\d+)?\b")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class RecompilesOutcome:
+    """The `result` of recompiles.json: what each policy took, and the files that cannot be read, in words."""
+
+    policies: Sequence[PolicyResult]
+    damaged: Sequence[str] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class RecompilesResult(CampaignResult):
     """What each policy took; `off` is the first."""
 
@@ -185,10 +192,10 @@ def _run(
     damaged = [text for _, text in describe_damaged_files(inputs.damaged)]
     with catch_interruption() as interruption:
         for policy in plan.policies:
-            results.append(work.run(policy))
+            result = work.run(policy)
+            results.append(replace(result, net_seconds=result.estimate_seconds(plan.num_passes)))
             console.show_result(results[-1])
-            policies = [{**to_json(result), "net_seconds": result.net_seconds(plan.num_passes)} for result in results]
-            campaign.result = {"policies": policies, "damaged": damaged}
+            campaign.result = RecompilesOutcome(policies=results, damaged=damaged)
             campaign.write()
     console.finish(results, plan.num_passes, campaign.path)
     interruption.pass_on(campaign.folder)

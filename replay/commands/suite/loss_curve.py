@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from statistics import fmean, median
-from typing import Any
 
 from actor_init.as_json import AnyFloat
 from replay.commands.suite.plan import DDP, DEEPSPEED, PlannedTraining
@@ -196,6 +195,33 @@ def _other_inputs(curve: LossCurve, reference: LossCurve, name: str) -> list[str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class DifferenceFromDdp:
+    """How far the losses are from DDP's: at the first step, at most, and on average."""
+
+    initial: AnyFloat
+    max: AnyFloat
+    mean: AnyFloat
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainingSummary:
+    """What suite.json has of a configuration; the steps are in <name>.jsonl. Without a curve there is no number."""
+
+    status: TrainingStatus
+    reason: str
+    complaints: Sequence[str] = ()
+    num_processes: int | None = None
+    initial: AnyFloat | None = None
+    final: AnyFloat | None = None
+    min: AnyFloat | None = None
+    mean: AnyFloat | None = None
+    seconds_a_step: float | None = None
+    peak_bytes: int | None = None
+    difference_from_ddp: DifferenceFromDdp | None = None
+    relative_difference_from_deepspeed: AnyFloat | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class TrainingResult:
     """The judgement on a configuration's curve, or the reason why it has none."""
 
@@ -204,22 +230,29 @@ class TrainingResult:
     reason: str = ""
     judgement: CurveComparison | None = None
 
-    def summary(self) -> dict[str, Any]:
-        """Return the entry of suite.json; the steps are in <name>.jsonl."""
-        summary: dict[str, Any] = {"status": self.status, "reason": self.reason}
+    def summarize(self) -> TrainingSummary:
+        """Return the entry of suite.json."""
         if self.judgement is None:
-            return summary
+            return TrainingSummary(status=self.status, reason=self.reason)
         curve, from_ddp, from_deepspeed = self.judgement.curve, self.judgement.from_ddp, self.judgement.from_deepspeed
-        summary |= {"complaints": self.judgement.complaints, "num_processes": self.planned.num_processes}
-        summary |= {"initial": curve.losses[0], "final": curve.losses[-1], "min": min(curve.losses), "mean": curve.mean}
-        summary |= {"seconds_a_step": curve.seconds_a_step, "peak_bytes": curve.peak_bytes}
-        if from_ddp is not None:
-            initial = from_ddp.points[0].difference
-            of_max, of_mean = from_ddp.max_difference, from_ddp.mean_difference
-            summary["difference_from_ddp"] = {"initial": initial, "max": of_max, "mean": of_mean}
-        if from_deepspeed is not None:
-            summary["relative_difference_from_deepspeed"] = from_deepspeed.max_relative
-        return summary
+        return TrainingSummary(
+            status=self.status,
+            reason=self.reason,
+            complaints=self.judgement.complaints,
+            num_processes=self.planned.num_processes,
+            initial=curve.losses[0],
+            final=curve.losses[-1],
+            min=min(curve.losses),
+            mean=curve.mean,
+            seconds_a_step=curve.seconds_a_step,
+            peak_bytes=curve.peak_bytes,
+            difference_from_ddp=None
+            if from_ddp is None
+            else DifferenceFromDdp(
+                initial=from_ddp.points[0].difference, max=from_ddp.max_difference, mean=from_ddp.mean_difference
+            ),
+            relative_difference_from_deepspeed=None if from_deepspeed is None else from_deepspeed.max_relative,
+        )
 
 
 def judge_trainings(

@@ -18,6 +18,7 @@ import json
 import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from enum import StrEnum
 from pathlib import Path
 from typing import IO, Any, Self
 
@@ -38,6 +39,7 @@ from replay.commands.suite.loss_curve import (
     TrainingResult,
     TrainingStatus,
     TrainingStep,
+    TrainingSummary,
     judge_trainings,
     read_curve,
 )
@@ -69,6 +71,20 @@ INPUTS = "inputs"
 class SuitePlan:
     spec: SuiteSpec
     inputs: SuiteInputs
+
+
+class SuiteStatus(StrEnum):
+    PASSED = "passed"
+    FAILED = "failed"
+    INTERRUPTED = "interrupted"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SuiteOutcome:
+    """The `result` of suite.json: how the suite ended, and what became of each configuration."""
+
+    status: SuiteStatus
+    configurations: Mapping[str, TrainingSummary]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -190,9 +206,9 @@ class Suite:
         write_atomically(path, "".join(f"{line}\n" for line in lines).encode())
         return curve
 
-    def write(self, status: str, results: Mapping[str, Any]) -> None:
-        """Write suite.json; `results` are by configuration."""
-        self.campaign.result = {"status": status, "configurations": results}
+    def write(self, outcome: SuiteOutcome) -> None:
+        """Write suite.json."""
+        self.campaign.result = outcome
         self.campaign.write()
         self.copy_out()
 
@@ -427,8 +443,10 @@ def _run(suite: Suite, executor: Executor, plot: Path | None, screen: IO[str]) -
             console.show_curve(curves[training.name])
     results = _judge_suite(suite, curves)
     has_failed = any(result.status is TrainingStatus.FAILED for result in results)
-    status = "interrupted" if interruption.happened else "failed" if has_failed else "passed"
-    suite.write(status, {result.planned.name: result.summary() for result in results})
+    summaries = {result.planned.name: result.summarize() for result in results}
+    status = SuiteStatus.FAILED if has_failed else SuiteStatus.PASSED
+    status = SuiteStatus.INTERRUPTED if interruption.happened else status
+    suite.write(SuiteOutcome(status=status, configurations=summaries))
     if interruption.happened:
         console.report_interruption(curves)
     interruption.pass_on(suite.folder)

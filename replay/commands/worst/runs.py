@@ -34,6 +34,7 @@ from replay.commands.worst.sections import (
     OtherPrediction,
     PredictedInput,
     PredictedPass,
+    WorstOutcome,
 )
 from replay.options.option_parsing import format_command_line, format_error_with_flags
 from replay.output.text import describe_damaged_files, pluralise
@@ -97,7 +98,7 @@ def _read_inputs(plan: WorstPlan) -> FeedableInputs:
 
 def _run(campaign: Campaign[WorstPlan], inputs: FeedableInputs, limits: RunLimits, screen: IO[str]) -> WorstResult:
     campaign.open(ThisMachine(), limits)
-    campaign.result = {"damaged": [text for _, text in describe_damaged_files(inputs.damaged)]}
+    campaign.result = WorstOutcome(damaged=[text for _, text in describe_damaged_files(inputs.damaged)])
     console = WorstConsole(
         campaign.command,
         inputs.shapes,
@@ -172,7 +173,7 @@ class _RankingRun:
                 for measurement, cost in model.held_out
             ],
             error=model.error,
-            fits_here=room.fits(highest, num_ranks).value,
+            fits_here=room.fits(highest, num_ranks),
             ranking=[InputCost.from_shape(ranking.shape, ranking.cost) for ranking in ranked],
         )
         is_fine = not measuring.failed and not measuring.ended and room.fits(highest, num_ranks) is not Fits.NO
@@ -202,12 +203,8 @@ class _RankingRun:
 
     def _add_result(self, **values: Any) -> None:
         """Add to what worst.json has in its result."""
-        self.campaign.result = {**(self.campaign.result or {}), **values}
+        self.campaign.result = replace(self.campaign.result, **values)
         self.campaign.write()
-
-    def _append_result(self, name: str, section: Any) -> None:
-        """Append to a list in the result."""
-        self._add_result(**{name: [*(self.campaign.result or {}).get(name, []), section]})
 
     def _check_ranking(self, ranked: Sequence[RankedInput], measured: Sequence[MeasuredPass]) -> bool:
         """Run the worst inputs that were not measured, and some at random; tell whether predictions were near."""
@@ -287,7 +284,7 @@ class _RankingRun:
                 for number, pass_bounds in bounds.items()
             ],
         )
-        self._append_result("others", prediction)
+        self._add_result(others=[*self.campaign.result.others, prediction])
         return (not self.plan.checks or self._check_other(other, bounds)) and fits is not Fits.NO
 
     def _deal_rounds(self, num_data_ranks: int) -> dict[int, list[InputShape]]:
@@ -328,20 +325,18 @@ class _RankingRun:
             if pairs
             else None
         )
-        self._append_result(
-            "others_checked",
-            CheckedOther(
-                text=other.text,
-                run=measuring.log,
-                passes=[
-                    CheckedPass(least=pass_bounds.least, most=pass_bounds.most, measured=cost)
-                    for pass_bounds, cost in pairs
-                ],
-                failed=list(measuring.failed.values()),
-                ended=measuring.ended,
-                error=error,
-            ),
+        checked = CheckedOther(
+            text=other.text,
+            run=measuring.log,
+            passes=[
+                CheckedPass(least=pass_bounds.least, most=pass_bounds.most, measured=cost)
+                for pass_bounds, cost in pairs
+            ],
+            failed=list(measuring.failed.values()),
+            ended=measuring.ended,
+            error=error,
         )
+        self._add_result(others_checked=[*self.campaign.result.others_checked, checked])
         self.console.show_other_check(other, error, [*measuring.failed.values(), *filter(None, [measuring.ended])])
         return error is not None and error.is_near and not measuring.failed and not measuring.ended
 

@@ -1,11 +1,11 @@
-"""The sections of worst.json's result, as the command writes them one after the other."""
+"""Hold the result of worst.json: its sections, which the command writes one after the other."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Self
 
-from replay.commands.worst.measuring import Fits
-from replay.profiling.prediction import Cost, CostFit, InputShape, PredictionErrors
+from replay.commands.worst.measuring import DeviceMemory, Fits
+from replay.profiling.prediction import Cost, CostFit, InputShape, PredictionErrors, RowLayout
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -118,3 +118,25 @@ class CheckedOther:
     failed: Sequence[str]
     ended: str
     error: PredictionErrors | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WorstOutcome:
+    """The `result` of worst.json. Sections that the command has not reached are empty; `ranking` is slowest first."""
+
+    damaged: Sequence[str] = ()
+    run: str | None = None
+    measured: Sequence[InputCost] = ()
+    failed: Sequence[FailedInput] = ()
+    ended: str = ""
+    memory: DeviceMemory | None = None
+    overhead: float | None = None
+    rows: Mapping[str, RowLayout] = field(default_factory=dict)
+    fits: Mapping[str, KindFits] = field(default_factory=dict)
+    held_out: Sequence[PredictedInput] = ()
+    error: PredictionErrors | None = None
+    fits_here: Fits | None = None
+    ranking: Sequence[InputCost] = ()
+    checked: CheckedRanking | None = None
+    others: Sequence[OtherPrediction] = ()
+    others_checked: Sequence[CheckedOther] = ()
