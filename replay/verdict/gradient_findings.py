@@ -35,7 +35,7 @@ from replay.verdict.pass_values import (
     ReplayedPass,
     WeightComparison,
 )
-from replay.verdict.pass_windows import group_into_windows
+from replay.verdict.pass_windows import group_into_windows, sum_loss_weights
 from replay.verdict.sample_pairs import do_some_samples_agree, find_least_floor, pair_samples
 from replay.verdict.signature_findings import do_some_signatures_agree, judge_signatures
 from replay.verdict.state_findings import compare_states
@@ -418,8 +418,7 @@ def _doubt_scale_of_weights(window: Sequence[ComparedPass], evidence: GradientEv
     """
     if not all(compared_pass.recorded.has_job_weights_of_tokens for compared_pass in window):
         return None
-    total = math.fsum(compared_pass.replayed.weights.total for compared_pass in window)
-    total /= window[0].recorded.world_size or 1
+    total = sum_loss_weights(window)
     factor = None if evidence.whole is None else evidence.whole.ratio
     if not total or factor is None or math.isclose(total, 1, rel_tol=SAME_SCALE):
         return None

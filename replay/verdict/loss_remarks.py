@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 
 from replay.output.text import Pairs, pluralise
 from replay.verdict.judge import PassPair
-from replay.verdict.pass_windows import group_into_windows
+from replay.verdict.pass_windows import count_job_ranks, group_into_windows, sum_loss_weights
 
 LABEL = "loss"
 # How far weights of a mean may be from adding up to 1, and a quotient from what is taken for its reason.
@@ -36,11 +36,10 @@ def describe_loss_weights(passes: Sequence[PassPair]) -> Pairs:
         where = f"{number} of the first step, first in {broken[0][1]}"
         # Their sum is no number, so it tells of no mean.
         return [*lines, (LABEL, f"the job's gradient is not finite at {where}; the range is of the others")]
-    num_ranks = len({pair.recorded.rank for pair in window if pair.recorded is not None})
-    total = sum(weight.total for weight in weights) / num_ranks
+    total = sum_loss_weights(window)
     if least < 0 or abs(total - 1) <= MAX_ROUNDING:
         return lines
-    reasons = [text for sum_, text in _list_reasons(window, num_targets, num_ranks) if _explains(sum_, total)]
+    reasons = [text for sum_, text in _list_reasons(window, num_targets) if _explains(sum_, total)]
     reason = f": {reasons[0]}" if reasons else ""
     return [*lines, ("note", f"{LABEL}: the weights add up to {total:.3g}, a mean's to 1{reason}")]
 
@@ -58,8 +57,9 @@ def _has_job_weights(pair: PassPair) -> bool:
     return pair.recorded is not None and pair.recorded.has_job_weights_of_tokens
 
 
-def _list_reasons(window: Sequence[PassPair], num_targets: int, num_ranks: int) -> list[tuple[float, str]]:
+def _list_reasons(window: Sequence[PassPair], num_targets: int) -> list[tuple[float, str]]:
     """List what the weights may add up to, each with the mistake that makes it."""
+    num_ranks = count_job_ranks(window)
     num_passes = len(window) // num_ranks
     sections = [pair.record.input for pair in window]
     num_padded = sum(section.padded_tokens for section in sections)

@@ -15,6 +15,7 @@ from replay.verdict.causes.step_rules import EXPLAINED
 from replay.verdict.gradient_findings import list_steps
 from replay.verdict.outcomes import OTHER_WEIGHTS, Outcome, PassVerdict
 from replay.verdict.pass_values import SteppedSample
+from replay.verdict.pass_windows import sum_loss_weights
 from replay.verdict.stepped_weights import measure_drift
 from replay.verdict.weight_movement import Samples, are_same, did_most_move
 
@@ -221,18 +222,15 @@ def _find_scaled_step(evidence: CauseEvidence, verdict: PassVerdict, samples: Se
     if not is_scaled or abs(times - 1) <= MAX_RESIDUAL:
         return None
     window = evidence.find_window(verdict) or ()
-    scales = [compared.replayed.weights.total for compared in window if compared.recorded.has_job_weights_of_tokens]
+    has_scale = bool(window) and all(compared.recorded.has_job_weights_of_tokens for compared in window)
     is_clipped = any(step.max_norm is not None for step in list_steps(window))
-    if (
-        len(scales) == len(window)
-        and is_clipped
-        and abs(times * sum(scales) - 1) <= MAX_RESIDUAL + rounding / float(job_N.norm())
-    ):
+    scale = sum_loss_weights(window)
+    if has_scale and is_clipped and abs(times * scale - 1) <= MAX_RESIDUAL + rounding / float(job_N.norm()):
         return Cause(
             name=CauseName.CLIPPED_EARLY,
             sureness=Sureness.PROBABLY,
             sentence=f"gradients are clipped before they are unscaled, {name_time(verdict)}: the loss is multiplied by "
-            f"{sum(scales):.6g}, and the step moves the weights by the clipped gradient divided by {sum(scales):.6g}",
+            f"{scale:.6g}, and the step moves the weights by the clipped gradient divided by {scale:.6g}",
             try_next="unscale the gradients (scaler.unscale_(optimizer)) before they are clipped",
             explains=(STEPPED, *EXPLAINED),
         )

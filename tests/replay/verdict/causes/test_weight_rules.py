@@ -72,21 +72,24 @@ def test_other_weights_are_sought_with_the_option_that_gives_them(settings: Any,
 
 
 def judge_update(
-    moves: Sequence[float], max_norm: float | None = None, loss_scale: float | None = None, **settings: Any
+    moves: Sequence[float],
+    max_norm: float | None = None,
+    loss_scale: float | None = None,
+    num_ranks: int = 1,
+    **settings: Any,
 ) -> Cause:
     """The first cause where the job's step moved each of eight parameters by so many of the replay's steps.
 
-    loss_scale  what the weights of the job's loss add up to
+    loss_scale  what the weights of each rank's loss add up to in the job
     """
     gradients = draw_gradients()
-    [first] = make_window([gradients], gradients)
-    assert first.recorded.step_after is not None
-    step = replace(first.recorded.step_after, max_norm=max_norm)
-    first = replace(first, recorded=replace(first.recorded, step_after=step))
-    if loss_scale is not None:
-        recorded = replace(first.recorded, has_job_weights_of_tokens=True)
-        weights = replace(first.replayed.weights, total=loss_scale)
-        first = replace(first, recorded=recorded, replayed=replace(first.replayed, weights=weights))
+    first = []
+    for compared in make_window([gradients] * num_ranks, gradients):
+        assert compared.recorded.step_after is not None
+        step = replace(compared.recorded.step_after, max_norm=max_norm)
+        recorded = replace(compared.recorded, step_after=step, has_job_weights_of_tokens=loss_scale is not None)
+        weights = replace(compared.replayed.weights, total=1.0 if loss_scale is None else loss_scale)
+        first.append(replace(compared, recorded=recorded, replayed=replace(compared.replayed, weights=weights)))
     [second] = make_window([gradients], gradients, index=1)
     stepped = [
         SteppedSample(
@@ -103,7 +106,7 @@ def judge_update(
     second = replace(
         second, record=replace(second.record, result=result), replayed=replace(second.replayed, stepped=stepped)
     )
-    evidence = make_gradient_evidence([second], [first], names=(STEPPED,))
+    evidence = make_gradient_evidence([second], first, names=(STEPPED,))
     return find_causes(replace(evidence, settings=replace(evidence.settings, **settings)))[0]
 
 
@@ -130,11 +133,12 @@ def test_a_step_that_moves_all_weights_by_one_factor_is_told_with_the_factor() -
     assert "moves all weights 1.5 times as far" in cause.sentence
 
 
+@pytest.mark.parametrize("num_ranks", [1, 2])
 @pytest.mark.parametrize(("scale", "max_norm", "is_early"), [(64.0, 1.0, True), (64.0, None, False), (2.0, 1.0, False)])
 def test_a_loss_scale_that_leaves_behind_the_clipping_is_clipped_early(
-    scale: float, max_norm: float | None, is_early: bool
+    scale: float, max_norm: float | None, is_early: bool, num_ranks: int
 ) -> None:
-    cause = judge_update([1 / 64] * 8, max_norm=max_norm, loss_scale=scale)
+    cause = judge_update([1 / 64] * 8, max_norm=max_norm, loss_scale=scale, num_ranks=num_ranks)
     assert (cause.name is CauseName.CLIPPED_EARLY) == is_early
     assert ("gradients are clipped before they are unscaled" in cause.sentence) == is_early
 
