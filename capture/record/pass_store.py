@@ -5,7 +5,7 @@ All of this runs in the background writer's thread.
 
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,7 +26,7 @@ from capture.record.observer import RecordingObserver
 from capture.record.rank_writer import RankWriter, open_rank_writer
 from capture.record.retention import RetentionSettings
 from capture.record.rng_and_outputs import read_environment, summarise_outputs
-from capture.record.snapshot import PassNotes, PassOutputs, PassSnapshot, RecordingOpened
+from capture.record.snapshot import WITH_MASK_OF_PAIRS, PassNotes, PassOutputs, PassSnapshot, RecordingOpened
 from capture.record.step_window import StepPart
 
 # How long a copy may take once an incident waits for it. A later one waits in the device's queue for work that hangs.
@@ -66,6 +66,11 @@ class RecordingEnded:
         )
 
 
+def warn_of_pass(reason: str) -> None:
+    """Warn of the first training pass that is not recorded for a reason."""
+    warn(f"capture: a training pass is not recorded, {reason}. Others like it are counted only")
+
+
 WriterItem = PassSnapshot | PassOutputs | PassNotes | StepPart | RecordingOpened | RecordingEnded | Callable[[], None]
 
 
@@ -76,6 +81,8 @@ class PassStore:
     num_not_kept   passes that a limit or the flight recorder left out, and written ones that made room for later ones
     num_held       passes that wait in memory to be written, or for an incident
     num_lost       passes that could not be written at the end
+    num_refused    passes that cannot be replayed from their arguments, as showed on the host alone
+    not_recorded   numbers of training passes among them, by the reason
     rank_and_folder  the rank, and the folder of its files
     recording_id     of the recording; set before the first pass is queued
     """
@@ -90,6 +97,8 @@ class PassStore:
         observer: RecordingObserver,
     ) -> None:
         self.num_lost = 0
+        self.num_refused = 0
+        self.not_recorded: Counter[str] = Counter()
         self.is_full = False
         self._folder = folder
         self._retention = retention
@@ -145,6 +154,7 @@ class PassStore:
             case RecordingEnded():
                 rank, rank_folder = self.rank_and_folder
                 end = item.make_record(rank, self.recording_id)
+                end = replace(end, not_recorded=dict(Counter(end.not_recorded) + self.not_recorded))
                 if end.num_steps is not None:
                     end = replace(end, num_steps=self._count_taken(end.num_steps))
                 write_end_record(rank_folder, end, stamp=format_stamp(self._opened))
@@ -175,8 +185,14 @@ class PassStore:
         self._wait_for_copies(snapshot.copy_events if notes is None else [*snapshot.copy_events, *notes.copy_events])
         if snapshot.model_facts is not None:
             self._write_model_facts(snapshot.model_facts)
+        tensors = dict(snapshot.tensors)
+        if snapshot.pair_mask is not None:
+            if (documents := snapshot.pair_mask.describe_documents(tensors)) is None:
+                self._refuse(snapshot, WITH_MASK_OF_PAIRS)
+                return
+            tensors |= documents
         encoded = encode_call(
-            snapshot.tensors,
+            tensors,
             snapshot.call_facts,
             trains=snapshot.trains,
             origin=origin,
@@ -201,6 +217,13 @@ class PassStore:
             self._held_passes.append(encoded)
         else:
             self._write(encoded)
+
+    def _refuse(self, snapshot: PassSnapshot, reason: str) -> None:
+        self.num_refused += 1
+        if snapshot.trains:
+            if reason not in self.not_recorded:
+                warn_of_pass(reason)
+            self.not_recorded[reason] += 1
 
     def _write_model_facts(self, raw_facts: RawModelFacts) -> None:
         self._wait_for_copies(raw_facts.copy_events)

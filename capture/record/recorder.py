@@ -27,7 +27,7 @@ from capture.record.logit_gradient import watch_logits
 from capture.record.observer import JobPosition, RecordingObserver, TrainingPhase
 from capture.record.optimizer_hooks import OptimizerHooks
 from capture.record.parameter_sampler import RawSamples
-from capture.record.pass_store import PassStore, RecordingEnded, WriterItem
+from capture.record.pass_store import PassStore, RecordingEnded, WriterItem, warn_of_pass
 from capture.record.recording_id import choose_recording_id
 from capture.record.retention import PassSelector, RetentionSettings
 from capture.record.rng_and_outputs import (
@@ -128,9 +128,9 @@ class Recorder:
         self.folder = folder
         self.retention = retention
         self.num_seen = 0
-        self.num_skipped = 0
+        self._num_skipped = 0
         self.num_unseen_steps = 0
-        self.not_recorded: Counter[str] = Counter()
+        self._not_recorded: Counter[str] = Counter()
         self.rank, self.world_size = read_rank_and_world_size()
         self.position = JobPosition()
         self._observer = observer or RecordingObserver()
@@ -139,6 +139,7 @@ class Recorder:
         self._is_closed = False
         self._unseen_after: int | None = None
         self._process_id = os.getpid()
+        self._has_pair_masks = False
         self._last_queued_forward: int | None = None
         self._next_notes: PassNotes | None = None
         self._selector = PassSelector(retention)
@@ -187,6 +188,14 @@ class Recorder:
     @property
     def num_written(self) -> int:
         return self._store.num_written
+
+    @property
+    def num_skipped(self) -> int:
+        return self._num_skipped + self._store.num_refused
+
+    @property
+    def not_recorded(self) -> Counter[str]:
+        return self._not_recorded + self._store.not_recorded
 
     @property
     def num_dropped(self) -> int:
@@ -284,7 +293,9 @@ class Recorder:
         self._forward_hooks.remove()
         self._optimizer_hooks.remove()
         self._route_recorder.remove()
-        if (self.world_size > 1 and self.num_seen) or self.not_recorded or self.num_unseen_steps:
+        # Whether a mask of pairs can be recorded shows in the writer's thread.
+        may_lack = self._not_recorded or self._has_pair_masks
+        if (self.world_size > 1 and self.num_seen) or may_lack or self.num_unseen_steps:
             window, phase = self._maker.window, self.position.phase
             self._writer.queue_small_item(
                 RecordingEnded(
@@ -293,7 +304,7 @@ class Recorder:
                     world_size=self.world_size,
                     phase="after backward" if phase == "in backward" else phase,
                     opened=self.opened,
-                    not_recorded=dict(self.not_recorded),
+                    not_recorded=dict(self._not_recorded),
                     num_unseen_steps=self.num_unseen_steps,
                     unseen_after=self._unseen_after,
                 )
@@ -448,11 +459,13 @@ class Recorder:
             return
         snapshot = self._maker.make(args, kwargs, rank=rank, world_size=world_size, forward=forward, notes=notes)
         if isinstance(snapshot, str):
-            self.num_skipped += 1
-            if trains and snapshot not in self.not_recorded:
-                warn(f"capture: a training pass is not recorded, {snapshot}. Others like it are counted only")
-            self.not_recorded.update([snapshot] if trains else [])
-        elif self._writer.queue_pass(snapshot, snapshot.num_bytes):
+            self._num_skipped += 1
+            if trains and snapshot not in self._not_recorded:
+                warn_of_pass(snapshot)
+            self._not_recorded.update([snapshot] if trains else [])
+            return
+        self._has_pair_masks |= snapshot.pair_mask is not None
+        if self._writer.queue_pass(snapshot, snapshot.num_bytes):
             self._last_queued_forward = forward
             self._route_recorder.begin(snapshot.num_tokens)
 

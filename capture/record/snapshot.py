@@ -29,6 +29,7 @@ from capture.record.job_facts import (
 )
 from capture.record.model_facts import RawModelFacts
 from capture.record.model_facts_taker import ModelFactsTaker
+from capture.record.pair_masks import PairMask, read_pair_mask
 from capture.record.parameter_sampler import ParameterSampler, RawSamples
 from capture.record.rng_and_outputs import RandomSnapshot, compute_token_log_probs, find_logits, take_random_snapshot
 from capture.record.step_window import StepWindow
@@ -37,11 +38,14 @@ from capture.record.wrapper_facts import GradientSyncReader
 
 # The name of the samples of the weights beside a pass's tensors. No argument of a forward can have it.
 _SAMPLES = " weights"
+# The same of what a mask of pairs of tokens says.
+_PAIRS = " pairs"
 # What the names of the chosen experts begin with beside a pass's outputs.
 _ROUTES = " routes "
 # Why a pass cannot be replayed from its arguments.
 WITH_CACHE, IN_GRAPH = "given a cache of earlier tokens", "captured as a CUDA graph"
 WITH_MASK_OF_PAIRS = "given an attention mask of pairs of tokens"
+_MASK = "attention_mask"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,6 +66,7 @@ class PassSnapshot:
     training        which parts of the model train; None if that is not recorded
     notes           what was noted before the pass
     model_facts     what the model is, in the first recorded pass, and in the first one that trains
+    pair_mask       what a mask of pairs of tokens said, which is not among the tensors; None without one
     """
 
     tensors: Mapping[str, Tensor]
@@ -77,6 +82,7 @@ class PassSnapshot:
     training: TrainingMode | None = None
     notes: "PassNotes | None" = None
     model_facts: RawModelFacts | None = None
+    pair_mask: PairMask | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -261,9 +267,13 @@ class SnapshotMaker:
             return WITH_CACHE
         if is_capturing_graph(arguments.tensors):
             return IN_GRAPH
+        self._ids_BS = next((arguments.tensors[name] for name in ID_NAMES if name in arguments.tensors), None)
+        to_copy, pair_mask = dict(arguments.tensors), None
         # A capture has a mask of the tokens alone, by which a replay makes that of the pairs.
-        if (mask := arguments.tensors.get("attention_mask")) is not None and mask.ndim > 2:
-            return WITH_MASK_OF_PAIRS
+        if _MASK in to_copy and to_copy[_MASK].ndim > 2:
+            if (pair_mask := self._read_pair_mask(to_copy.pop(_MASK))) is None:
+                return WITH_MASK_OF_PAIRS
+            to_copy[_PAIRS] = pair_mask.first_seen_BS
         weights = self._sample_weights_before(trains)
         device = self._devices.find(arguments.tensors)
         settings = describe_call_settings(device, self._model_settings) if self._reproduce else {}
@@ -272,9 +282,9 @@ class SnapshotMaker:
         if self._compute_dtype is not None:
             settings |= self._compute_dtype.begin((trains, settings["autocast"]))
         self.has_labels = any(name in arguments.tensors for name in ("labels", SHIFT_LABELS))
-        self._ids_BS = next((arguments.tensors[name] for name in ID_NAMES if name in arguments.tensors), None)
-        to_copy = arguments.tensors if weights is None else {**arguments.tensors, _SAMPLES: weights.values}
-        tensors, copy_events = copy_to_host(to_copy)
+        tensors, copy_events = copy_to_host(to_copy if weights is None else {**to_copy, _SAMPLES: weights.values})
+        if pair_mask is not None:
+            pair_mask = pair_mask.on_host(tensors.pop(_PAIRS))
         if weights is not None:
             weights = replace(weights, values=tensors.pop(_SAMPLES))
         # Of a model on several devices one generator alone would be recorded, and tell of a part of the masks.
@@ -294,7 +304,14 @@ class SnapshotMaker:
             settings=settings,
             notes=None if notes is None else replace(notes, forward=forward),
             model_facts=None if self._facts_taker is None else self._facts_taker.take(forward=forward, trains=trains),
+            pair_mask=pair_mask,
         )
+
+    def _read_pair_mask(self, mask: Tensor) -> PairMask | None:
+        if self._ids_BS is None or self._ids_BS.ndim != 2:
+            return None
+        takes_positions = "position_ids" in self._signature.parameters
+        return read_pair_mask(mask, self._ids_BS, takes_positions=takes_positions)
 
     def end_pass(self) -> tuple[dict[str, str], RawSamples | None]:
         """Return the settings that the pass has shown, and samples of the weights if not taken at its beginning."""

@@ -218,9 +218,10 @@ def test_steps_of_generation_with_a_cache_are_skipped_and_counted(tmp_path: Path
     assert recorder.not_recorded == {"given a cache of earlier tokens": 1}
 
 
-def test_a_mask_of_pairs_of_tokens_is_said_once_and_counted(tmp_path: Path) -> None:
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool], ids=["seen at once", "seen on the host"])
+def test_a_mask_of_pairs_of_tokens_is_said_once_and_counted(dtype: torch.dtype, tmp_path: Path) -> None:
     model = TinyModel()
-    mask = torch.ones(len(IDS_BS), 1, IDS_BS.shape[1], IDS_BS.shape[1])
+    mask = torch.ones(len(IDS_BS), 1, IDS_BS.shape[1], IDS_BS.shape[1], dtype=dtype)
     with warnings.catch_warnings(record=True) as warned, recording(model, tmp_path) as recorder:
         warnings.simplefilter("always")
         for _ in range(2):
@@ -232,6 +233,17 @@ def test_a_mask_of_pairs_of_tokens_is_said_once_and_counted(tmp_path: Path) -> N
     assert (recorder.num_skipped, recorder.num_dropped) == (3, 0)
     assert recorder.not_recorded == {"given an attention mask of pairs of tokens": 2}
     assert count_not_recorded(tmp_path) == {"given an attention mask of pairs of tokens": 2}
+
+
+def test_a_causal_mask_of_pairs_is_recorded_as_the_mask_of_the_tokens(tmp_path: Path) -> None:
+    model = TinyModel()
+    real_BS = torch.tensor([[True, True, True, False], [True, True, True, True]])
+    causal_BSS = torch.ones(4, 4, dtype=torch.bool).tril() & real_BS[:, None]
+    with recording(model, tmp_path) as recorder:
+        model(IDS_BS, attention_mask=causal_BSS[:, None])
+    assert (recorder.num_written, recorder.num_skipped, count_not_recorded(tmp_path)) == (1, 0, {})
+    [file] = capture_files(tmp_path)
+    assert torch.equal(read_micro_batch(file).attention_mask_BS, real_BS)
 
 
 class EmptyCache:
