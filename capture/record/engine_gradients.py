@@ -29,8 +29,16 @@ _GROUPS_BY_PARTITIONS = {
 
 def find_engine_optimizer(model: nn.Module | None, optimizer: Optimizer) -> Any | None:
     """Find DeepSpeed's optimizer around `optimizer`, if that trains `model`, which is an engine or in one."""
+    for wrapper in _list_wrappers(model):
+        if any(getattr(wrapper, name, None) is optimizer for name in ("optimizer", "backup_optimizer")):
+            return wrapper
+    return None
+
+
+def _list_wrappers(model: nn.Module | None) -> list[Any]:
+    """List what may be DeepSpeed's optimizer around the one that trains `model`."""
     if model is None:
-        return None
+        return []
     first: Any = next(model.parameters(), None)
     # The engine has its optimizer as an attribute. Of a model inside an engine, the parameters have it.
     candidates = (
@@ -38,10 +46,20 @@ def find_engine_optimizer(model: nn.Module | None, optimizer: Optimizer) -> Any 
         getattr(first, "_z3_optimizer", None),
         getattr(first, "_zero_optimizer", None),
     )
-    for wrapper in candidates:
-        if any(getattr(wrapper, name, None) is optimizer for name in ("optimizer", "backup_optimizer")):
-            return wrapper
-    return None
+    return [candidate for candidate in candidates if candidate is not None]
+
+
+def read_engine_loss_scale(model: nn.Module | None) -> float:
+    """Return what DeepSpeed's engine multiplies the loss of a backward by, for fp16; 1 where it does not.
+
+    ZeRO's optimizers have it as `loss_scale`, which the job may set; those of stage 0 in a config.
+    """
+    for wrapper in _list_wrappers(model):
+        config = getattr(wrapper, "loss_scale_config", None)
+        scale = getattr(wrapper, "loss_scale", None) if config is None else getattr(config, "cur_scale", None)
+        if isinstance(scale, int | float) and scale > 0:
+            return float(scale)
+    return 1.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -24,11 +24,13 @@ def watch_logits(
     ids_BS: Tensor,
     on_gradient: Callable[[Mapping[str, Tensor]], None],
     on_error: Callable[[Exception], None],
+    read_engine_scale: Callable[[], float],
 ) -> None:
     """Call `on_gradient` in the job's backward, with what is noted of the pass; `on_error` if that cannot be computed.
 
-    Where a job differentiates the same logits twice, LOSS_MISFIT of the second note is nan, and a later note counts. A
-    GradScaler's factor is taken out again, as the scaler takes it out of the parameters' gradients.
+    Where a job differentiates the same logits twice, LOSS_MISFIT of the second note is nan, and a later note counts.
+    The factor of a GradScaler and that of DeepSpeed's engine, `read_engine_scale()`, are taken out again, as these take
+    them out of the parameters' gradients.
     """
     rows_N, _, before_N = find_sampled_positions(ids_BS.shape[0], ids_BS.shape[1], logits_BSV.device)
     # The job may let go of its logits before the backward. These few are kept until then.
@@ -45,6 +47,7 @@ def watch_logits(
             targets = compute_targets(gradient_BSV, ids_BS)
             if (scale := find_loss_scale()) is not None:
                 targets[LOSS_GRADIENTS] = targets[LOSS_GRADIENTS] / scale.to(gradient_BSV.device, non_blocking=True)
+            targets[LOSS_GRADIENTS] = targets[LOSS_GRADIENTS] / read_engine_scale()
             on_gradient({**targets, LOSS_MISFIT: misfit})
         except Exception as error:
             on_error(error)

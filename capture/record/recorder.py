@@ -488,7 +488,13 @@ class Recorder:
                 # A loss that the model does not compute shows in the gradient of its logits alone.
                 if loss is None and not self._maker.has_labels and pass_logits.logits.requires_grad:
                     on_gradient = partial(self._note_targets, forward)
-                    watch_logits(pass_logits.logits, pass_logits.ids, on_gradient, self._writer.give_up)
+                    watch_logits(
+                        pass_logits.logits,
+                        pass_logits.ids,
+                        on_gradient,
+                        self._writer.give_up,
+                        self._maker.read_engine_scale,
+                    )
             plain = describe_outputs(output, loss)
         routes = self._route_recorder.take()
         has_any = outputs or settings or weights or random_after or routes

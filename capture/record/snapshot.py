@@ -16,6 +16,7 @@ from capture.file_format.safe_unpickler import type_name
 from capture.file_format.tensor_codec import Output, TrainingMode, can_encode
 from capture.record.background_writer import warn
 from capture.record.call_arguments import find_forward_signature, sort_arguments
+from capture.record.engine_gradients import read_engine_loss_scale
 from capture.record.generator_marks import GeneratorSnapshot, take_generator_snapshot
 from capture.record.host_copy import copy_to_host, is_capturing_graph
 from capture.record.job_facts import (
@@ -306,6 +307,10 @@ class SnapshotMaker:
             model_facts=None if self._facts_taker is None else self._facts_taker.take(forward=forward, trains=trains),
             pair_mask=pair_mask,
         )
+
+    def read_engine_scale(self) -> float:
+        """Return what an engine around the model multiplies the loss by, 1 without one."""
+        return 1.0 if self._sampler is None else read_engine_loss_scale(self._sampler.model)
 
     def _read_pair_mask(self, mask: Tensor) -> PairMask | None:
         if self._ids_BS is None or self._ids_BS.ndim != 2:

@@ -1,6 +1,7 @@
 """What the gradient of a pass's logits tells of the loss, held against autograd's derivatives by the log-probs."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -78,8 +79,8 @@ def test_logits_that_are_differentiated_twice_do_not_fit_and_an_error_stays_out_
     def fail(note: object) -> None:
         raise ValueError("no room")
 
-    watch_logits(logits_BSV, ids_BS, lambda note: notes.append(dict(note)), errors.append)
-    watch_logits(logits_BSV, ids_BS, fail, errors.append)
+    watch_logits(logits_BSV, ids_BS, lambda note: notes.append(dict(note)), errors.append, lambda: 1.0)
+    watch_logits(logits_BSV, ids_BS, fail, errors.append, lambda: 1.0)
     for _ in range(2):
         (logits_BSV.log_softmax(-1)[..., 0] * weight_BS).sum().backward()
     misfits = [float(note[LOSS_MISFIT]) for note in notes]
@@ -130,3 +131,30 @@ def record_gradients(kind: Any, folder: Path) -> list[list[Tensor]]:
             optimizer.step()
         noted.append([read_call(path).notes[LOSS_GRADIENTS] for path in capture_files(folder / str(scale))])
     return noted
+
+
+@pytest.mark.parametrize(
+    "make_wrapper",
+    [
+        lambda: SimpleNamespace(loss_scale=512.0),
+        lambda: SimpleNamespace(loss_scale_config=SimpleNamespace(cur_scale=512.0)),
+    ],
+    ids=["zero", "stage 0"],
+)
+@pytest.mark.parametrize("is_inside", [False, True])
+def test_the_factor_of_deepspeeds_engine_is_taken_out(make_wrapper: Any, is_inside: bool, tmp_path: Path) -> None:
+    """DeepSpeed refuses fp16 on a CPU: its optimizer here is an object that has the scale where DeepSpeed 0.19 has it.
+
+    The recorded model is the engine, or is inside one, whose parameters then know the optimizer.
+    """
+    ids_BS, _, _ = make_case()
+    torch.manual_seed(0)
+    model: Any = Model()
+    holder, name = (next(model.parameters()), "_zero_optimizer") if is_inside else (model, "optimizer")
+    with recording(model, tmp_path, reproduce=True):
+        F.cross_entropy(model(ids_BS)[:, :-1].flatten(0, 1), ids_BS[:, 1:].flatten()).backward()
+        setattr(holder, name, make_wrapper())
+        (512 * F.cross_entropy(model(ids_BS)[:, :-1].flatten(0, 1), ids_BS[:, 1:].flatten())).backward()
+    unscaled, scaled = [read_call(path).notes[LOSS_GRADIENTS] for path in capture_files(tmp_path)]
+    assert unscaled.abs().max() > 0
+    torch.testing.assert_close(scaled, unscaled)
