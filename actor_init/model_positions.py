@@ -5,14 +5,16 @@ positions rotate queries and keys (rotary), or weigh their distance (ALiBi), onl
 not so where queries and keys are scaled after they were rotated, as in HunYuan.
 """
 
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
 from actor_init.custom.config import CustomConfig
-from actor_init.inputs.documents import BORDER_NAMES
+from actor_init.inputs.documents import gives_positions
 from actor_init.probe.packing_probe import SEEDS, build_small_model
 from actor_init.probe.small_config import make_small_configs
 from capture.file_format.micro_batch import MicroBatch
@@ -26,18 +28,11 @@ _answer_by_config: dict[tuple[str, str], bool] = {}
 
 
 def add_model_positions(batch: MicroBatch, config: PretrainedConfig) -> MicroBatch:
-    """Return `batch` with column numbers as position ids, if it has none and a model of `config` counts columns.
-
-    A model that was given an action mask is a trainer's own actor around it, which counts real tokens.
-    """
-    extra_tensors = batch.extra_tensors
-    is_trainers_actor = batch.action_mask_BA is not None and not batch.has_noted_mask
-    if is_trainers_actor or "position_ids" in extra_tensors or any(name in extra_tensors for name in BORDER_NAMES):
-        return batch
-    if not has_column_positions(config):
+    """Return `batch` with column numbers as position ids, if it has none and a model of `config` counts columns."""
+    if gives_positions(batch) or not has_column_positions(config):
         return batch
     columns_BS = torch.arange(batch.sequences_BS.shape[1]).expand(batch.sequences_BS.shape)
-    return replace(batch, extra_tensors={**extra_tensors, "position_ids": columns_BS})
+    return replace(batch, extra_tensors={**batch.extra_tensors, "position_ids": columns_BS})
 
 
 def has_column_positions(config: PretrainedConfig) -> bool:
@@ -51,6 +46,24 @@ def has_column_positions(config: PretrainedConfig) -> bool:
     if key not in _answer_by_config:
         _answer_by_config[key] = _probe_column_positions(config)
     return _answer_by_config[key]
+
+
+def counts_padding(config: Mapping[str, Any] | PretrainedConfig) -> bool:
+    """Does a known class, by itself, give a token another position where padding stands before it?
+
+    config  of a model, or its values as a recording has them
+    """
+    if isinstance(config, CustomConfig):
+        return False
+    if isinstance(config, PretrainedConfig):
+        return has_column_positions(config)
+    values = dict(config)
+    try:
+        known = AutoConfig.for_model(values.pop("model_type"), **values)
+    # A user's model has values of its own, which may raise anything here.
+    except Exception:
+        return False
+    return has_column_positions(known)
 
 
 @torch.no_grad()

@@ -3,12 +3,16 @@
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
+from capture.file_format.capture_file import read_call
+from capture.file_format.listing import CaptureLocation
+from capture.file_format.micro_batch import CaptureError
 from replay.lint.remark import LintRemark, LintSubject, Weight
 from replay.lint.token_checks import check_tokens
 from replay.lint.training_checks import check_training
+from replay.options.spec import LossName
 from replay.output.text import Pairs
 from replay.verdict.causes.cause import CauseName
-from replay.verdict.pass_values import RecordedPass
+from replay.verdict.pass_values import RecordedPass, WeightComparison, read_recorded_pass
 
 # Under a verdict.
 MAX_NOTES = 3
@@ -41,6 +45,23 @@ def format_notes(
 def keep_one_of_each(passes: Sequence[RecordedPass]) -> list[RecordedPass]:
     """Return one of each rank and forward: a replay may feed a pass several times, or to several ranks."""
     return list({(recorded.rank, recorded.forward_number): recorded for recorded in reversed(passes)}.values())[::-1]
+
+
+def read_unreplayed_pass(capture: CaptureLocation, begin_id: int | None) -> RecordedPass | None:
+    """Read what the job recorded of a pass that is not replayed; None where that cannot be read.
+
+    begin_id  begins a text; None: not known
+    """
+    try:
+        call = read_call(capture.path)
+        samples = call.weights
+        weights = WeightComparison(
+            num_parameters=0 if samples is None else samples.num_parameters,
+            is_sharded=samples is not None and samples.is_sharded,
+        )
+        return read_recorded_pass(call, call.micro_batch(), LossName.STAND_IN, weights, begin_id)
+    except CaptureError:
+        return None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -48,6 +48,7 @@ class LintSubject:
     vocabulary          number of ids that the model knows; None: not known
     dropout             settings of the model that make dropout
     frozen              names of the parameters that the job did not train
+    counts_padding      the model, given no position ids, counts the padding of rows padded on the left
     has_router_loss     the model adds a loss of its routers, over all tokens that no mask hides
     has_adapter         the job trained an adapter, so that the other parameters are frozen
     broken_ties         modules that share a weight in the model and not in its adapter: those with a copy, the others
@@ -64,6 +65,7 @@ class LintSubject:
     vocabulary: int | None = None
     dropout: Sequence[str] = ()
     frozen: Sequence[str] = ()
+    counts_padding: bool = False
     has_router_loss: bool = False
     has_adapter: bool = False
     broken_ties: Sequence[tuple[Sequence[str], Sequence[str]]] = ()

@@ -34,7 +34,7 @@ def check_tokens(subject: LintSubject) -> Iterator[LintRemark]:
     yield from _check_padding(traits, subject)
     yield from _check_outside_mask(traits, subject)
     yield from _check_vocabulary(traits, subject)
-    yield from _check_positions(traits)
+    yield from _check_positions(traits, subject)
     yield from _check_prompts(traits)
     yield from _check_begins(traits, subject)
     yield from _check_ends(traits, subject)
@@ -213,7 +213,12 @@ def _check_vocabulary(traits: Sequence[TokenTraits], subject: LintSubject) -> It
         yield LintRemark(topic="labels", text=text, weight=Weight.WRONG_TARGETS)
 
 
-def _check_positions(traits: Sequence[TokenTraits]) -> Iterator[LintRemark]:
+def leaves_positions_to_model(passes: Sequence[RecordedPass]) -> bool:
+    """Tell whether any row is padded on the left, and has the position ids that the model makes."""
+    return any(recorded.tokens is not None and recorded.tokens.num_left_to_model for recorded in passes)
+
+
+def _check_positions(traits: Sequence[TokenTraits], subject: LintSubject) -> Iterator[LintRemark]:
     borders, continued = sum(tokens.num_borders for tokens in traits), sum(tokens.num_continued for tokens in traits)
     if continued:
         yield LintRemark(
@@ -242,6 +247,14 @@ def _check_positions(traits: Sequence[TokenTraits]) -> Iterator[LintRemark]:
         yield LintRemark(
             topic="positions",
             text=f"position ids count the padding of {pluralise(late, 'row')} padded on the left",
+            weight=Weight.WRONG_TOKENS,
+            cause=CauseName.POSITIONS,
+        )
+    if subject.counts_padding and (number := sum(tokens.num_left_to_model for tokens in traits)):
+        yield LintRemark(
+            topic="positions",
+            text=f"the model was given no position ids, and counts the padding of {pluralise(number, 'row')} padded on "
+            "the left. Try: position ids that count real tokens alone",
             weight=Weight.WRONG_TOKENS,
             cause=CauseName.POSITIONS,
         )

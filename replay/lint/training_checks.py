@@ -210,8 +210,8 @@ def _check_rollouts(subject: LintSubject) -> Iterator[LintRemark]:
         total = sum(not recorded.trains for recorded in subject.passes)
         yield LintRemark(
             topic="dropout",
-            text=f"{number} of {pluralise(total, 'pass')} without a gradient drew masks of {subject.dropout[0]}: their "
-            "log-probs differ from a training pass's by chance, so a ratio or a KL of the two is not that of the "
+            text=f"passes without a gradient drew masks of {subject.dropout[0]}, {number} of {total} that were read: "
+            "their log-probs differ from a training pass's by chance, so a ratio or a KL of the two is not that of the "
             "weights alone. Try: model.eval() for them, and no dropout where the policy trains",
             weight=Weight.OTHER_CONFIG,
         )

@@ -34,6 +34,9 @@ from replay.resolution.windows import InputRound, JobPass, SelectedCapture, Wind
 from replay.runlog.run_file import RunInputs, UnusedFile
 from replay.verdict.pass_values import list_job_dtypes, read_divisor
 
+# So many passes that are not replayed are remembered, to be looked at for remarks.
+MAX_LEFT_OUT = 16
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ChosenRecording:
@@ -57,6 +60,7 @@ class Selection:
     passes those that are selected.
 
     num_left_out_passes  passes of the kind that --passes does not select, among those that were read
+    left_out             the first MAX_LEFT_OUT of them
     num_left_over        inputs left because the data ranks hold unequal numbers
     damaged              files that cannot be read, and why
     dealing              how inputs were distributed over the data ranks, in one sentence
@@ -76,6 +80,7 @@ class Selection:
     damaged: list[tuple[Path, str]]
     dealing: str
     unreplayable: list[tuple[Path, str]] = field(default_factory=list)
+    left_out: Sequence[CaptureLocation] = ()
     rounds: Sequence[InputRound] = ()
     not_recorded: Mapping[str, int] = field(default_factory=dict)
     grad_accumulation: int = 1
@@ -119,6 +124,7 @@ class CaptureReader:
     loss: str
     padding_predicts_label: bool = False
     num_left_out: int = 0
+    left_out: list[CaptureLocation] = field(default_factory=list)
     damaged: list[tuple[Path, str]] = field(default_factory=list)
     unreplayable: list[tuple[Path, str]] = field(default_factory=list)
 
@@ -132,6 +138,7 @@ class CaptureReader:
                 yield capture
             else:
                 self.num_left_out += 1
+                self.left_out += [capture.capture] if len(self.left_out) < MAX_LEFT_OUT else []
 
     def count_tokens(self, capture: SelectedCapture) -> SelectedCapture:
         """Return `capture` with the number of the loss's tokens; 0 if it cannot be read: its pass will report why."""
@@ -282,6 +289,7 @@ def select(
     return Selection(
         inputs=inputs,
         num_left_out_passes=reader.num_left_out,
+        left_out=reader.left_out,
         num_left_over=num_left_over,
         damaged=reader.damaged,
         unreplayable=reader.unreplayable,

@@ -5,13 +5,22 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from actor_init.model import ModelSource, list_broken_ties, strip_config
+from actor_init.model_positions import counts_padding
 from capture.facts import Setting
 from capture.file_format.actor_config import read_actor_config, read_adapter_configs
 from capture.file_format.end_record import EndRecord, read_end_records
 from capture.file_format.micro_batch import CaptureError
 from capture.file_format.optimizer_step import OptimizerStep
-from replay.lint.lint import format_notes, has_router_loss, keep_one_of_each, lint, read_config_ids
+from replay.lint.lint import (
+    format_notes,
+    has_router_loss,
+    keep_one_of_each,
+    lint,
+    read_config_ids,
+    read_unreplayed_pass,
+)
 from replay.lint.remark import LintSubject
+from replay.lint.token_checks import leaves_positions_to_model
 from replay.options.option_parsing import spell_setting
 from replay.options.spec import InputsSpec
 from replay.output.text import Pairs
@@ -53,14 +62,19 @@ def list_notes(
         job_config, adapters = None, {}
     config = job_config or strip_config(source.config)
     ids = read_config_ids(config)
+    recorded_passes = keep_one_of_each([recorded for _, recorded, _ in passes if recorded is not None])
+    # A replay of what trains leaves out a rollout, of which dropout alone is remarked.
+    left_out = selection.left_out if settings.dropout else ()
+    not_replayed = (read_unreplayed_pass(capture, ids.begin) for capture in left_out)
     subject = LintSubject(
-        passes=keep_one_of_each([recorded for _, recorded, _ in passes if recorded is not None]),
+        passes=[*recorded_passes, *(recorded for recorded in not_replayed if recorded is not None)],
         is_whole=is_whole,
         padding_id=ids.padding,
         end_ids=ids.ends,
         vocabulary=source.config.get_text_config().vocab_size,
         dropout=settings.dropout,
         frozen=sorted(source.frozen),
+        counts_padding=leaves_positions_to_model(recorded_passes) and counts_padding(source.config),
         has_router_loss=has_router_loss(config),
         has_adapter=source.adapter is not None or bool(adapters),
         broken_ties=[] if source.adapter is None else list_broken_ties(source.config, source.adapter),

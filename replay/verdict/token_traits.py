@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from actor_init.inputs.documents import BORDER_NAMES, Documents, find_documents
+from actor_init.inputs.documents import BORDER_NAMES, Documents, find_documents, gives_positions
 from capture.file_format.capture_file import Call
 from capture.file_format.micro_batch import IGNORED_LABEL, LOSS_GRADIENTS, CaptureError, MicroBatch, move_to_tokens
 
@@ -71,6 +71,7 @@ class TokenTraits:
     num_other_restarts positions that restart where no border is
     first_positions    numbers of rows by the position id of their first real token, where the job gave position ids
     num_late_rows      rows padded on the left whose position ids count the padding
+    num_left_to_model  rows padded on the left whose position ids the model makes
     num_not_finite     positions where the gradient that the job's loss gave its logits is not finite
     num_not_finite_on_padding  those of them that predict padding
     first_not_finite   row and position of the first of them
@@ -96,6 +97,7 @@ class TokenTraits:
     num_other_restarts: int = 0
     first_positions: Mapping[int, int] = field(default_factory=dict)
     num_late_rows: int = 0
+    num_left_to_model: int = 0
     num_not_finite: int = 0
     num_not_finite_on_padding: int = 0
     first_not_finite: tuple[int, int] | None = None
@@ -155,6 +157,7 @@ def read_token_traits(call: Call, batch: MicroBatch, begin_id: int | None = None
         num_other_restarts=other_restarts,
         first_positions=first_positions,
         num_late_rows=num_late_rows,
+        num_left_to_model=0 if gives_positions(batch) else int((real_BS.any(dim=1) & ~real_BS[:, 0]).sum()),
         num_not_finite=len(off_places),
         num_not_finite_on_padding=int((is_off_BS & _predicts_padding(real_BS)).sum()),
         first_not_finite=(off_places[0][0], off_places[0][1]) if off_places else None,

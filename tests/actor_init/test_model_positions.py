@@ -10,7 +10,7 @@ from transformers import AutoConfig, PretrainedConfig
 from actor_init.action_log_probs import action_log_probs
 from actor_init.inputs.packing import prepare_inputs
 from actor_init.model import build_on_meta, find_model, materialise
-from actor_init.model_positions import add_model_positions, has_column_positions
+from actor_init.model_positions import add_model_positions, counts_padding, has_column_positions
 from actor_init.spec import ActorSpec, Dtype
 from capture.file_format.micro_batch import IGNORED_LABEL, MicroBatch, Origin
 from replay.objective.objective import compute_negated_mean
@@ -66,6 +66,14 @@ def make_left_padded() -> MicroBatch:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_class_is_asked_which_positions_it_makes(family: str) -> None:
     assert has_column_positions(make_config(family)) is FAMILIES[family][1]
+
+
+def test_a_recorded_config_is_asked_too_and_a_users_class_cannot_be() -> None:
+    config = make_config("gpt2")
+    assert counts_padding(config)
+    assert counts_padding(config.to_dict())
+    assert not counts_padding(make_config("llama").to_dict())
+    assert not counts_padding({"model_type": "of mine", "n_embd": 32})
 
 
 @pytest.mark.parametrize(

@@ -7,19 +7,18 @@ from pathlib import Path
 
 from actor_init.dropout_settings import find_acting_dropouts
 from capture.file_format.actor_config import read_actor_config, read_adapter_configs, read_frozen_names
-from capture.file_format.capture_file import read_call
 from capture.file_format.end_record import read_end_records
 from capture.file_format.folder_layout import parse_rank
 from capture.file_format.folder_recordings import FolderRecording
 from capture.file_format.listing import CaptureLocation, format_ranges, locate_captures
 from capture.file_format.micro_batch import CaptureError
 from capture.file_format.segment import Segment
-from replay.lint.lint import has_router_loss, lint, read_config_ids
+from replay.lint.lint import has_router_loss, lint, read_config_ids, read_unreplayed_pass
 from replay.lint.remark import LintRemark, LintSubject
+from replay.lint.token_checks import leaves_positions_to_model
 from replay.lint.training_checks import drew_masks_without_gradient, is_in_eval_mode
-from replay.options.spec import LossName
 from replay.output.text import pluralise
-from replay.verdict.pass_values import RecordedPass, WeightComparison, read_recorded_pass
+from replay.verdict.pass_values import RecordedPass
 
 # The checks read at most so many passes.
 MAX_CHECKED = 64
@@ -56,7 +55,9 @@ def lint_recording(
         # The inspection names the file that cannot be read.
         config, frozen, adapters, ends = {}, [], {}, []
     config_ids = read_config_ids(config)
-    passes = [recorded for capture in captures if (recorded := _read_pass(capture, config_ids.begin)) is not None]
+    # What cannot be read the inspection names.
+    read = (read_unreplayed_pass(capture, config_ids.begin) for capture in captures)
+    passes = [recorded for recorded in read if recorded is not None]
     # Which settings act is asked only if it matters, since it builds the model.
     does_matter = any(is_in_eval_mode(recorded) or drew_masks_without_gradient(recorded) for recorded in passes)
     subject = LintSubject(
@@ -68,6 +69,7 @@ def lint_recording(
         vocabulary=config_ids.vocabulary,
         dropout=find_acting_dropouts(config) if does_matter and config else (),
         frozen=frozen,
+        counts_padding=_counts_padding(passes, config),
         has_router_loss=has_router_loss(config),
         has_adapter=bool(adapters),
         not_recorded=not_recorded,
@@ -89,18 +91,14 @@ def _choose_captures(recording: FolderRecording) -> list[CaptureLocation]:
     return chosen
 
 
-def _read_pass(capture: CaptureLocation, begin_id: int | None) -> RecordedPass | None:
-    """Read what the job recorded of a pass; None where that cannot be read, which the inspection names."""
-    try:
-        call = read_call(capture.path)
-        samples = call.weights
-        weights = WeightComparison(
-            num_parameters=0 if samples is None else samples.num_parameters,
-            is_sharded=samples is not None and samples.is_sharded,
-        )
-        return read_recorded_pass(call, call.micro_batch(), LossName.STAND_IN, weights, begin_id)
-    except CaptureError:
-        return None
+def _counts_padding(passes: Sequence[RecordedPass], config: Mapping[str, object]) -> bool:
+    """Ask a small copy of the model, if any row leaves its positions to it."""
+    if not leaves_positions_to_model(passes):
+        return False
+    # transformers takes seconds to import, and few recordings need it here.
+    from actor_init.model_positions import counts_padding
+
+    return counts_padding(config)
 
 
 def _describe_passes(captures: Sequence[CaptureLocation], recording: FolderRecording) -> str:

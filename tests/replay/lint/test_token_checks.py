@@ -154,6 +154,17 @@ def test_position_ids_that_count_the_padding_on_the_left_are_said() -> None:
     assert texts == ["positions: position ids count the padding of 1 row padded on the left"]
 
 
+def test_padding_on_the_left_that_a_model_counts_itself_is_said() -> None:
+    rows = make_rows([20, 12, 15], left=True)
+    [text] = say([make_pass(rows)], counts_padding=True)
+    assert text.startswith("positions: the model was given no position ids, and counts the padding of 2 rows padded on")
+    # Another model counts real tokens or distances; a trainer's own actor, which is given an action mask, counts them.
+    actors = change(rows, action_mask=rows["attention_mask"][:, 1:])
+    given = change(rows, position_ids=(rows["attention_mask"].cumsum(1) - 1).clamp(min=0))
+    for tensors, counts_padding in [(rows, False), (actors, True), (given, True), (make_rows([20, 12]), True)]:
+        assert [text for text in say([make_pass(tensors)], counts_padding=counts_padding) if "positions" in text] == []
+
+
 def test_position_ids_that_begin_with_1_in_all_rows_are_said_and_are_not_taken_to_count_padding() -> None:
     rows = make_rows([20, 19, 12], left=True)
     from_one = change(rows, position_ids=rows["attention_mask"].cumsum(1))

@@ -25,6 +25,28 @@ def test_a_part_in_eval_mode_is_so_in_the_replay_and_checkpointing_draws_no_othe
     assert "fp32, padded" in printed
 
 
+def test_what_is_wrong_in_passes_that_are_not_replayed_and_in_positions_is_a_note(
+    tmp_path: Path, one_world: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A rollout in training mode; learned positions that count the padding on the left."""
+    model: Any = make_model("gpt2", DROPOUT).train()
+    model.save_pretrained(tmp_path / "model")
+    with recording(model, tmp_path / "captures", reproduce=True):
+        for batch in make_batches(2):
+            left = {name: tensor.flip(1) for name, tensor in batch.items()}
+            left["labels"][:, :3] = -100
+            with torch.no_grad():
+                model(**left)
+            model(**left).loss.backward()
+    verdict = verdict_on(tmp_path, tmp_path / "logs", "--dtype", "fp32")
+    assert verdict["counts"] == {"REPRODUCED": 2}
+    notes = [line.removeprefix("note").strip() for line in capsys.readouterr().out.splitlines() if line[:4] == "note"]
+    [positions] = [note for note in notes if note.startswith("positions: ")]
+    assert "counts the padding of 2 rows padded on the left" in positions
+    [dropout] = [note for note in notes if note.startswith("dropout: ")]
+    assert "2 of 2 that were read" in dropout
+
+
 def test_masks_of_packed_rows_are_drawn_again(tmp_path: Path, one_world: None) -> None:
     model: Any = make_model("llama", {"attention_dropout": 0.3}).train()
     model.save_pretrained(tmp_path / "model")
