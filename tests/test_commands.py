@@ -1,7 +1,8 @@
 """The commands of the README, as they are typed, each in processes of its own.
 
-COLD ones are as a user's in everything; each launcher is among them. The others have their imports already. Most have
-short inputs.
+COLD ones are as a user's in everything; each launcher is among them, in the slow tier. The others have their imports
+already, and compile to graphs alone: kernels are those of tests/actor_init/backends/test_contract.py. Most have short
+inputs.
 """
 
 import json
@@ -49,10 +50,12 @@ def short_inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return copy_short_inputs(tmp_path_factory.mktemp("short") / "inputs", NUM_SHORT)
 
 
-@pytest.mark.parametrize("command", [*COLD, *WARM])
+@pytest.mark.parametrize(
+    "command", [COLD[0], *[pytest.param(command, marks=pytest.mark.slow) for command in COLD[1:]], *WARM]
+)
 def test_the_command_succeeds_and_leaves_its_log(command: str, short_inputs: Path, tmp_path: Path) -> None:
     inputs = "" if command in OF_THE_SAMPLE else f" --inputs {short_inputs}"
-    done = run(command + inputs, tmp_path, cold=command in COLD)
+    done = run(command + inputs, tmp_path, cold=command in COLD, graphs=True)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     log = only_log(tmp_path)
     assert log["status"] == "finished"

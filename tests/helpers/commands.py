@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tests.helpers.ports import free_port
 from tests.helpers.replay_worker import PATIENCE
-from tests.warm import warm_bin
+from tests.warm import GRAPHS, warm_bin
 
 ROOT = Path(__file__).parents[2]
 
@@ -19,8 +19,13 @@ BIN = Path(sys.executable).parent
 LIMIT = 1800  # seconds; a run takes about ten, where nothing else runs
 
 
-def run(command: str, log_folder: Path, *, cold: bool = False) -> subprocess.CompletedProcess[str]:
-    """As it is typed, but for the launcher's port and --timeout; unless it is `cold`, all imports are there already."""
+def run(
+    command: str, log_folder: Path, *, cold: bool = False, graphs: bool = False
+) -> subprocess.CompletedProcess[str]:
+    """As it is typed, but for the launcher's port and --timeout; unless it is `cold`, all imports are there already.
+
+    With `graphs`, what is compiled has graphs alone; not if `cold`.
+    """
     program, *arguments = shlex.split(command)
     # Tests run side by side, and both launchers would take port 29500 for each (torchrun before torch 2.13).
     if program in ("deepspeed", "torchrun"):
@@ -28,7 +33,9 @@ def run(command: str, log_folder: Path, *, cold: bool = False) -> subprocess.Com
     return subprocess.run(
         [program, *arguments, "--log-folder", str(log_folder), *PATIENCE],
         cwd=ROOT,
-        env=os.environ | {"PATH": f"{BIN if cold else warm_bin()}{os.pathsep}{os.environ['PATH']}"},
+        env=os.environ
+        | {"PATH": f"{BIN if cold else warm_bin()}{os.pathsep}{os.environ['PATH']}"}
+        | ({GRAPHS: "1"} if graphs else {}),
         capture_output=True,
         text=True,
         timeout=LIMIT,

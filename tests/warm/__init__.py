@@ -26,6 +26,7 @@ COLD_BIN = Path(sys.executable).parent
 SCRIPTS = ("torchrun", "deepspeed", "replay")
 PADDING = "-" * 4096  # of the server's command line: a fork writes its own there
 HOME, OWNER = "WARM_HOME", "WARM_OWNER"  # variables that tests/conftest.py sets: a folder, and the session's process
+GRAPHS = "WARM_GRAPHS"  # variable of a program: what it compiles has graphs alone, and no kernels
 
 
 @cache

@@ -20,13 +20,21 @@ import signal
 import socket
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+from tests.warm import GRAPHS
 
 IMPORTS = (  # none that is run with -m: runpy warns of those that are there already
     "replay.processes.forkserver_preload",
     "torch.distributed.launcher.api",
     "deepspeed.checkpoint",
+    # What DeepSpeed imports as its engine is made, and `capture` before it runs a job.
+    "deepspeed.module_inject.auto_ep_layer",
+    "deepspeed.ops.op_builder.all_ops",
+    "deepspeed.runtime.zero.muon.muon_optimizer",
+    "capture.run",
 )
 RAY_WORKER_IMPORTS = ("fsspec", "jsonschema", "pandas", "pyarrow.fs", "pydantic.v1", "requests")
 
@@ -112,6 +120,9 @@ def become(program: Program, stand_in: str) -> list[str]:
     os.environ.update(program.environment)
     sys.path[1:1] = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
     sys.executable = stand_in
+    if GRAPHS in os.environ:
+        torch: Any = sys.modules["torch"]
+        torch.compile = partial(torch.compile, backend="aot_eager")
     random.seed()
     write_command_line([stand_in, *program.arguments])
     return program.arguments
