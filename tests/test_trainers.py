@@ -5,8 +5,8 @@ Where the model was given labels its loss is in the capture, and the replay says
 The jobs (tests/trainers/) train at learning rate 0, so that the weights they saved at the start are those of every
 step. Those of TRL and OpenRLHF need the extra `trainers`; OpenRLHF is not in it, for it installs on CUDA machines only.
 
-Where a job is run a second time with other arguments, its imports are there already; DeepSpeed's are, too, since its
-launcher is two processes more that import it: tests/test_commands.py starts it cold.
+Where a job is run a second time with other arguments, its imports are there already; so they are under DeepSpeed's and
+accelerate's launchers, which are processes more that import: tests/test_commands.py starts DeepSpeed's cold.
 """
 
 import json
@@ -141,7 +141,8 @@ def test_deepspeeds_engine_with_two_ranks(stage: str, tmp_path: Path, one_world:
 def test_lightning_with_its_own_launcher(strategy: str, tmp_path: Path, one_world: None) -> None:
     """It starts the script again for rank 1, or forks; a batch of validation runs without autograd in each rank."""
     num_ranks = 1 if strategy == "one device" else 2
-    said = run_job(tmp_path, ONE, "lightning_job", str(num_ranks), *(() if num_ranks == 1 else (strategy,)))
+    typed = () if num_ranks == 1 else (strategy,)
+    said = run_job(tmp_path, ONE, "lightning_job", str(num_ranks), *typed, cold=strategy == "ddp")
     assert said.count("capture: 4 passes of LlamaForCausalLM") == 1
     assert "nothing recorded" not in said
     check(tmp_path, 3 * num_ranks)
@@ -151,7 +152,7 @@ def test_lightning_with_its_own_launcher(strategy: str, tmp_path: Path, one_worl
 @pytest.mark.parametrize("typed", [["1", "auto"], ["2", "ddp"]])
 def test_lightning_with_the_callback(typed: list[str], tmp_path: Path, one_world: None) -> None:
     """The validation pass comes first: the recording begins at the first training forward, and has the later one."""
-    run_command([str(JOBS / "lightning_job.py"), str(tmp_path), *typed, "callback"])
+    run_command([str(JOBS / "lightning_job.py"), str(tmp_path), *typed, "callback"], cold=False)
     check(tmp_path, 3 * int(typed[0]))
 
 
@@ -171,7 +172,7 @@ def test_the_first_fsdp_with_two_ranks(tmp_path: Path, one_world: None) -> None:
 def lora_job(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the folder of a recorded LoRA job, under accelerate's launcher, which is as good as any here."""
     folder = tmp_path_factory.mktemp("lora")
-    said = run_job(folder, ACCELERATE, "peft_lora")
+    said = run_job(folder, ACCELERATE, "peft_lora", cold=False)
     assert "capture: 3 passes of PeftModelForCausalLM" in said
     return folder
 
