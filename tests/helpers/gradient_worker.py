@@ -27,10 +27,10 @@ from actor_init.backends.protocol import Backend, open_backend
 from actor_init.optimizer import StepSettings
 from actor_init.spec import ParallelSpec
 from actor_init.world import World
-from replay.command_line.cli import leave, parse_command_line
+from replay.command_line.cli import leave
 from replay.runner.run import run_in
 from tests.helpers.liger_on_a_cpu import liger_on_a_cpu
-from tests.helpers.replay_worker import MEAN_LOSS, PATIENCE, graphs_alone, proved_once
+from tests.helpers.replay_worker import graphs_alone, proved_once, read_spec
 from tests.helpers.sabotage import SABOTAGES
 from tests.helpers.unproved_rows import rows_unproved
 
@@ -94,7 +94,7 @@ def _replay(job: dict[str, Any], world: World) -> int:
         if "inductor" not in job:
             stack.enter_context(graphs_alone())
         stack.enter_context(patch("replay.runner.replayer.open_backend", opened))
-        spec = parse_command_line([*MEAN_LOSS, *job["arguments"], *PATIENCE]).args[0].spec
+        spec = read_spec(job["arguments"])
         code = run_in(world, spec, show_traceback=True).exit_code
     if world.rank == 0:
         torch.save(windows, job["gradients"])

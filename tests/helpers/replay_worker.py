@@ -6,7 +6,7 @@ and so would trials of what the job did otherwise: most of these runs have anoth
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -22,6 +22,7 @@ from actor_init.probe import head_probe, layout_choice
 from actor_init.spec import ActorSpec, ParallelSpec
 from actor_init.world import World
 from replay.command_line.cli import leave, parse_command_line
+from replay.options.spec import ReplaySpec
 from replay.runner.run import run_in
 
 # The references are of this loss in windows of this size and weights, and not of what the sample's job had.
@@ -57,6 +58,12 @@ def proved_once() -> Iterator[None]:
         yield
 
 
+def read_spec(command: Sequence[str]) -> ReplaySpec:
+    """Read the spec of a replay that is held to a reference: it tries nothing of what the job did otherwise."""
+    spec: ReplaySpec = parse_command_line([*MEAN_LOSS, *command, *PATIENCE]).args[0].spec
+    return replace(spec, measure=replace(spec.measure, trials=False))
+
+
 def main() -> int:
     torch.set_num_threads(1)
     tp = int(sys.argv[2]) if len(sys.argv) > 2 else 1
@@ -65,9 +72,7 @@ def main() -> int:
         codes = []
         for command in json.loads(Path(sys.argv[1]).read_text()):
             torch.compiler.reset()
-            spec = parse_command_line([*MEAN_LOSS, *command, *PATIENCE]).args[0].spec
-            spec = replace(spec, measure=replace(spec.measure, trials=False))
-            codes.append(run_in(world, spec, show_traceback=True).exit_code)
+            codes.append(run_in(world, read_spec(command), show_traceback=True).exit_code)
     return max(codes)
 
 
