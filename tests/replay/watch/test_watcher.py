@@ -158,8 +158,9 @@ def test_a_network_that_breaks_is_no_rank_s_failure(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("faulty_rank", [0, 1])
 def test_ctrl_c_ends_ranks_that_stand_in_a_collective(faulty_rank: int, tmp_path: Path) -> None:
+    torchrun = warm_bin() / "torchrun" if faulty_rank == 0 else "torchrun"  # one as a user's
     launcher = (
-        f"torchrun --master-port {free_port()} --nproc-per-node 2 -m tests.helpers.faulty_replay "
+        f"{torchrun} --master-port {free_port()} --nproc-per-node 2 -m tests.helpers.faulty_replay "
         f"asleep forward {faulty_rank} --backend fsdp2"
     )
     with start(tmp_path, launcher) as process:
