@@ -29,6 +29,7 @@ def check_tokens(subject: LintSubject) -> Iterator[LintRemark]:
     """Check the tokens of all passes."""
     traits = [recorded.tokens for recorded in subject.trained if recorded.tokens is not None]
     yield from _check_loss_gradients(traits)
+    yield from _check_loss_mask(traits)
     yield from _check_targets(traits)
     yield from _check_unlabelled(traits)
     yield from _check_padding(traits, subject)
@@ -55,6 +56,19 @@ def _check_loss_gradients(traits: Sequence[TokenTraits]) -> Iterator[LintRemark]
             text=f"the job's loss gave its logits a gradient that is not finite at {pluralise(number, 'position')}, "
             f"{places}, in {len(broken)} of {pluralise(len(traits), 'training pass')}{hint if on_padding else ''}",
             weight=Weight.WRONG_TARGETS,
+        )
+
+
+def _check_loss_mask(traits: Sequence[TokenTraits]) -> Iterator[LintRemark]:
+    """Say so where the job's own loss is of tokens that its mask leaves out. A token in it may have no gradient."""
+    if outside := sum(tokens.num_outside_mask for tokens in traits):
+        total = sum(tokens.num_with_gradient for tokens in traits)
+        yield LintRemark(
+            topic="loss",
+            text=f"{outside} of {pluralise(total, 'position')} that the job's loss gives a gradient are outside of the "
+            "mask that the job gave for it: is the mask of other places, or not applied?",
+            weight=Weight.WRONG_TARGETS,
+            cause=CauseName.OTHER_TOKENS,
         )
 
 

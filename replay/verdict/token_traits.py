@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from actor_init.inputs.documents import BORDER_NAMES, Documents, find_documents, gives_positions
-from capture.file_format.capture_file import Call
+from capture.file_format.capture_file import ACTION_MASK, Call
 from capture.file_format.micro_batch import IGNORED_LABEL, LOSS_GRADIENTS, CaptureError, MicroBatch, move_to_tokens
 
 # So many of a row's first tokens are kept, to be compared with other rows'.
@@ -23,6 +23,8 @@ NUM_FIRST_TOKENS = 16
 _MAX_PADDING_IDS = 4
 # Where the label of a token may be found among the row's tokens, counted from the token itself.
 _OFFSETS = (-1, 0, 1, 2)
+# What jobs call the mask of the tokens that their loss is of.
+LOSS_MASKS = (ACTION_MASK, "loss_mask", "completion_mask", "response_mask", "assistant_masks")
 # Fewer labels than these may be equal to other tokens by chance, and shorter rows to other rows.
 _MIN_LABELS = 8
 _MIN_ROW_TOKENS = 8
@@ -75,6 +77,8 @@ class TokenTraits:
     num_not_finite     positions where the gradient that the job's loss gave its logits is not finite
     num_not_finite_on_padding  those of them that predict padding
     first_not_finite   row and position of the first of them
+    num_with_gradient  positions that the job's own loss gave a gradient, in a pass with a mask of LOSS_MASKS
+    num_outside_mask   those of them that are outside of it, whether it is of the tokens or of those that predict them
     labelled_ends      ids that end rows and have a label somewhere in the pass
     begin_id           begins a text; None: not known
     """
@@ -101,6 +105,8 @@ class TokenTraits:
     num_not_finite: int = 0
     num_not_finite_on_padding: int = 0
     first_not_finite: tuple[int, int] | None = None
+    num_with_gradient: int = 0
+    num_outside_mask: int = 0
     labelled_ends: frozenset[int] = frozenset()
     begin_id: int | None = None
 
@@ -127,6 +133,7 @@ def read_token_traits(call: Call, batch: MicroBatch, begin_id: int | None = None
     borders, continued, other_restarts = _count_restarts(call, batch, documents)
     first_positions, num_late_rows = _read_first_positions(batch)
     is_off_BS = _find_not_finite(call, real_BS)
+    num_with_gradient, num_outside_mask = _count_outside_mask(call, batch)
     off_places = is_off_BS.nonzero().tolist()
     # Nothing parts a row in which no position begins again, and no border was given.
     is_one_document_B = (
@@ -161,6 +168,8 @@ def read_token_traits(call: Call, batch: MicroBatch, begin_id: int | None = None
         num_not_finite=len(off_places),
         num_not_finite_on_padding=int((is_off_BS & _predicts_padding(real_BS)).sum()),
         first_not_finite=(off_places[0][0], off_places[0][1]) if off_places else None,
+        num_with_gradient=num_with_gradient,
+        num_outside_mask=num_outside_mask,
         labelled_ends=frozenset()
         if own_BS is None
         else frozenset(own_BS.unique().tolist()).intersection(row.trailing[0] for row in rows),
@@ -174,6 +183,31 @@ def _find_not_finite(call: Call, real_BS: Tensor) -> Tensor:
     if not isinstance(gradient_BS, Tensor) or gradient_BS.shape != real_BS.shape:
         return torch.zeros_like(real_BS)
     return ~gradient_BS.isfinite()
+
+
+def _count_outside_mask(call: Call, batch: MicroBatch) -> tuple[int, int]:
+    """Count the positions that the job's own loss gave a gradient, and those of them outside of the job's mask of it.
+
+    Some masks are of the tokens, others of the tokens that predict them: the one that leaves out fewer counts. An
+    action mask is of a row's last tokens. Both are 0 where the job gave no such mask beside the pass.
+    """
+    targets_BS = batch.loss_targets_BS
+    given = {**call.tensors, **call.notes}
+    name = next((name for name in LOSS_MASKS if name in given), None)
+    if targets_BS is None or name is None:
+        return 0, 0
+    mask, (rows, num_tokens) = given[name], targets_BS.shape
+    least = 1 if name == ACTION_MASK else num_tokens - 1
+    fits = mask.ndim == 2 and len(mask) == rows and least <= mask.shape[1] <= num_tokens
+    if not fits or not bool(((mask == 0) | (mask == 1)).all()):
+        return 0, 0
+    has_gradient_BS = targets_BS != IGNORED_LABEL
+    of_tokens_BS = torch.nn.functional.pad(mask.bool(), (num_tokens - mask.shape[1], 0))
+    # A row's last token predicts none of the row.
+    outside = [has_gradient_BS & ~torch.nn.functional.pad(of_tokens_BS[:, 1:], (0, 1))]
+    if name != ACTION_MASK:
+        outside.append(has_gradient_BS & ~torch.nn.functional.pad(mask.bool(), (0, num_tokens - mask.shape[1])))
+    return int(has_gradient_BS.sum()), min(int(outside_BS.sum()) for outside_BS in outside)
 
 
 def _predicts_padding(real_BS: Tensor) -> Tensor:

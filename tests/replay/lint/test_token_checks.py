@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from capture.file_format.micro_batch import LOSS_GRADIENTS
+from capture.file_format.micro_batch import LOSS_GRADIENTS, LOSS_TARGETS
 from tests.replay.lint.recorded import IGNORED, PAD, make_pass, make_rows, say
 
 Batch = dict[str, Tensor]
@@ -349,3 +349,41 @@ def test_rows_without_a_label_are_a_fact() -> None:
     rows["labels"][1] = IGNORED
     [said] = say([make_pass(rows)])
     assert said.startswith("labels: 1 of 3 rows have no label, in passes that have some: was the answer cut off")
+
+
+def count_outside(name: str, mask: Tensor, has_gradient_BS: Tensor) -> list[str]:
+    rows = {name: tensor for name, tensor in make_rows([12, 9]).items() if name != "labels"}
+    targets_BS = rows["input_ids"].roll(-1, dims=1).masked_fill(~has_gradient_BS, -100)
+    texts = say([make_pass(rows, notes={LOSS_TARGETS: targets_BS, name: mask})])
+    return [text for text in texts if text.startswith("loss: ")]
+
+
+@pytest.mark.parametrize(
+    ("name", "mask_of", "is_sound"),
+    [
+        # What the loss counts are the tokens 5 to 8 of each row, which those before them predict.
+        ("loss_mask", lambda tokens: tokens, True),
+        ("loss_mask", lambda tokens: tokens[:, 1:], True),
+        ("completion_mask", lambda tokens: tokens.roll(-1, dims=1).float(), True),
+        ("action_mask", lambda tokens: tokens[:, 4:], True),
+        ("action_mask", lambda tokens: tokens.roll(-1, dims=1)[:, 4:], False),
+        ("loss_mask", lambda tokens: tokens.roll(1, dims=1), False),
+        ("loss_mask", lambda tokens: tokens & (torch.arange(12) > 6), False),
+        # Not a mask of the loss, nor of these tokens.
+        ("loss_mask", lambda tokens: 0.5 * tokens, True),
+        ("loss_mask", lambda tokens: tokens[:, 5:], True),
+        ("token_type_mask", lambda tokens: ~tokens, True),
+    ],
+)
+def test_a_gradient_outside_of_the_mask_of_the_loss_is_said(name: str, mask_of: Any, is_sound: bool) -> None:
+    tokens_BS = ((torch.arange(12) >= 5) & (torch.arange(12) <= 8)).expand(2, 12)
+    texts = count_outside(name, mask_of(tokens_BS), tokens_BS.roll(-1, dims=1))
+    assert bool(texts) is not is_sound
+    # A token of the mask may have no gradient, as one whose ratio was clipped.
+    assert count_outside(name, mask_of(tokens_BS), torch.zeros(2, 12, dtype=torch.bool)) == []
+
+
+def test_positions_with_a_gradient_outside_of_the_mask_are_counted() -> None:
+    tokens_BS = ((torch.arange(12) >= 5) & (torch.arange(12) <= 8)).expand(2, 12)
+    [text] = count_outside("loss_mask", tokens_BS & (torch.arange(12) != 6), tokens_BS.roll(-1, dims=1))
+    assert text.startswith("loss: 2 of 8 positions that the job's loss gives a gradient are outside of the mask")
