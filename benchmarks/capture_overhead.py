@@ -11,8 +11,8 @@ the time that the job's thread spends in the hooks and in a bare copy of the sam
 the device, and bytes per pass and those of torch.save.
 
 With --read-loss it prints only what recording costs a job that reads its loss in each step, and so begins each step
-with an idle device: ratios, the device's time from the first layer to the end of the step, where the job's thread spent
-the time, and what the writer's took of a processor. Kinds alternate in blocks of --block steps, each of which is a
+with an idle device: ratios, the time until the first layer runs, in which the device is idle, the device's time from
+there to the end of the step, where the job's thread spent the time, and what the writer's took of a processor. Kinds alternate in blocks of --block steps, each of which is a
 recording of its own: its first steps cost more than later ones. Half a percent shows with ten blocks.
 
 --sharded makes it a job of several ranks, under FSDP2 (fp32 masters, bf16 compute) or DeepSpeed's ZeRO 3 (bf16), each
@@ -68,7 +68,8 @@ class Job:
         # Of the device's time from the first layer on: before that it waits for the hooks of the job's thread.
         self.events = [torch.cuda.Event(enable_timing=True) for _ in range(2)] if on_cuda else []
         first_layer = next(module for module in self.model.modules() if isinstance(module, nn.Embedding))
-        first_layer.register_forward_pre_hook(lambda module, args: self.mark(0))
+        first_layer.register_forward_pre_hook(self.begin_first_layer)
+        self.first_layer_began = 0.0
 
     def wrapped(self, model: Any) -> Any:
         return model
@@ -109,7 +110,7 @@ class Job:
         return time.perf_counter() - began
 
     def parts_of_step(self, number: int, *, reads_before_backward: bool) -> list[float]:
-        """Do a step that reads its loss, as loops do; return the seconds of each of PARTS."""
+        """Do a step that reads its loss, as loops do; return the seconds of each of PARTS, then of the device's idling."""
         times = [time.perf_counter()]
         loss = self.model(**self.batches[number % len(self.batches)], use_cache=False).loss
         times.append(time.perf_counter())
@@ -130,7 +131,11 @@ class Job:
         if reads_before_backward:
             parts[1] -= read
             parts[3] += read
-        return parts
+        return [*parts, self.first_layer_began - times[0]]
+
+    def begin_first_layer(self, module: nn.Module, args: object) -> None:
+        self.first_layer_began = time.perf_counter()
+        self.mark(0)
 
     def mark(self, number: int) -> None:
         if self.events:
@@ -275,7 +280,9 @@ def compare_blocks(job: Job, given: argparse.Namespace, kinds: dict[str, Kind]) 
             began = time.process_time()
             for i in range(num_steps):
                 step = job.parts_of_step(number * num_steps + i, reads_before_backward=given.read_loss == "forward")
-                samples.append({"s": sum(step), **dict(zip(PARTS, step, strict=True)), **job.read_device_seconds()})
+                *parts, idle = step
+                sample = {"s": sum(parts), "idle": idle, **dict(zip(PARTS, parts, strict=True))}
+                samples.append(sample | job.read_device_seconds())
             of_processor, of_writer = time.process_time() - began, writer_seconds()
         shares = {"processor": of_processor / num_steps, "writer": of_writer / num_steps}
         return [{**sample, **shares} for sample in samples]
@@ -289,6 +296,7 @@ def compare_blocks(job: Job, given: argparse.Namespace, kinds: dict[str, Kind]) 
         Column("median ms", "s", ".2f", 1e3),
         Column("of bare", "s", ".4f", of="bare"),
         Column("mean ms", "s", ".2f", 1e3, reduce=mean),
+        Column("ms to first layer", "idle", ".3f", 1e3),
         Column("device ms", "device", ".2f", 1e3),
         Column("processor ms", "processor", ".2f", 1e3, reduce=mean),
         Column("of the writer", "writer", ".2f", 1e3, reduce=mean),
