@@ -12,8 +12,9 @@ the device, and bytes per pass and those of torch.save.
 
 With --read-loss it prints only what recording costs a job that reads its loss in each step, and so begins each step
 with an idle device: ratios, the time until the first layer runs, in which the device is idle, the device's time from
-there to the end of the step, where the job's thread spent the time, and what the writer's took of a processor. Kinds alternate in blocks of --block steps, each of which is a
-recording of its own: its first steps cost more than later ones. Half a percent shows with ten blocks.
+there to the end of the step, where the job's thread spent the time, and what the writer's took of a processor. Kinds
+alternate in blocks of --block steps, each of which is a recording of its own: its first steps cost more than later
+ones. Half a percent shows with ten blocks.
 
 --sharded makes it a job of several ranks, under FSDP2 (fp32 masters, bf16 compute) or DeepSpeed's ZeRO 3 (bf16), each
 rank with batches of its own; rank 0 prints. --keep records its first step to FOLDER, from weights that `replay
@@ -110,7 +111,7 @@ class Job:
         return time.perf_counter() - began
 
     def parts_of_step(self, number: int, *, reads_before_backward: bool) -> list[float]:
-        """Do a step that reads its loss, as loops do; return the seconds of each of PARTS, then of the device's idling."""
+        """Do a step that reads its loss, as loops do; return the seconds of PARTS, and of the device's idling."""
         times = [time.perf_counter()]
         loss = self.model(**self.batches[number % len(self.batches)], use_cache=False).loss
         times.append(time.perf_counter())

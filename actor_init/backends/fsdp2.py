@@ -19,6 +19,7 @@ from actor_init.action_log_probs import action_log_probs
 from actor_init.attention.kernel_choice import choose_kernel
 from actor_init.attention.ring import check_head_stride
 from actor_init.attention.ring_attention import check_ring
+from actor_init.backends.fsdp2_one_rank import spare_one_rank
 from actor_init.backends.torch_backend import TorchBackend
 from actor_init.compiling import compile_blocks
 from actor_init.fused.rotary import fuse_if_requested
@@ -109,6 +110,8 @@ class FSDP2Backend(TorchBackend):
         if plan:
             shard_root(model, world.weights_mesh["tp"], sequence=spec.parallel.sequence_parallel)
         _shard_rest(model, world.weights_mesh["shard"], policy, reshards=spec.resolved_zero_stage == 3)
+        if world.weights_mesh["shard"].size() == 1:
+            spare_one_rank(model, world.device)
         if spec.parallel.ring > 1:
             check_ring(model.eval(), source.config, compute_dtype, world.device)
             for module in model.modules():
