@@ -19,7 +19,8 @@ MAX_CHANGES = 16
 class ModelFactsTaker:
     """Takes the facts of a model in the first pass that it is asked for, and in the first one that trains.
 
-    After that it takes them again where other parameters are trained than before.
+    After that it takes them again where other parameters are trained than before: where a pass ends, since a device may
+    stand idle while it begins.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -38,10 +39,8 @@ class ModelFactsTaker:
         A failure is one warning, and the end of facts; the pass is still recorded.
         """
         model = self._model()
-        if model is None or (self._has_taken and not trains):
+        if model is None or self._is_done or (self._has_taken and not trains):
             return None
-        if self._is_done:
-            return self._take_change(forward)
         self._is_done, self._has_taken = trains, True
         try:
             config = read_config(model)
@@ -57,8 +56,8 @@ class ModelFactsTaker:
             warn(f"capture: what the model is will not be kept: {type(error).__name__}: {error}")
             return None
 
-    def _take_change(self, forward: int) -> RawModelFacts | None:
-        """Take the facts again if other parameters are trained than before."""
+    def take_change(self, forward: int) -> RawModelFacts | None:
+        """Take the facts again, where the pass `forward`, which trains, ends, if it trained other parameters."""
         if self._flags is None or self._latest is None or not self._flags.have_changed():
             return None
         frozen = self._flags.list_frozen()

@@ -19,6 +19,7 @@ from capture.file_format.manifest import format_stamp
 from capture.file_format.micro_batch import CaptureError
 from capture.file_format.model_facts import write_model_facts
 from capture.file_format.optimizer_step import OptimizerStep, merge_steps
+from capture.file_format.safe_unpickler import copy_plain
 from capture.file_format.tensor_codec import encode_tensor
 from capture.record.background_writer import warn
 from capture.record.model_facts import RawModelFacts
@@ -242,12 +243,16 @@ class PassStore:
             self._wait_for_copies(pass_outputs.copy_events)
         except CaptureError:
             return
-        outputs = {**pass_outputs.plain, **summarise_outputs(pass_outputs.tensors)}
+        outputs, end = {**pass_outputs.plain, **summarise_outputs(pass_outputs.tensors)}, pass_outputs.end
+        if end.model_facts is not None:
+            self._write_model_facts(end.model_facts)
         if self._retention.reproduce and self._held_passes and self._held_passes[-1].step == pass_outputs.forward:
             encoded = self._held_passes[-1]
             encoded.body.setdefault("outputs", {}).update(outputs)
-            if pass_outputs.weights is not None:
-                encoded.body["weights"] = pass_outputs.weights.to_parameter_samples().to_json()
+            if end.weights is not None:
+                encoded.body["weights"] = end.weights.to_parameter_samples().to_json()
+            if end.training is not None:
+                encoded.body["training"] = copy_plain(end.training)
             if pass_outputs.random_after is not None:
                 encoded.body["random_after"] = pass_outputs.random_after.to_marks()
             if pass_outputs.routes:
@@ -256,8 +261,8 @@ class PassStore:
                     for names, choices_RTK in pass_outputs.routes
                     for name, choice_TK in zip(names, choices_RTK, strict=True)
                 }
-            if pass_outputs.settings:
-                encoded.body["environment"].update(pass_outputs.settings)
+            if end.settings:
+                encoded.body["environment"].update(end.settings)
             if "step" in encoded.body:
                 self._write_step(encoded)
             else:

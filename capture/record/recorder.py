@@ -26,7 +26,6 @@ from capture.record.job_facts import is_in_process_group, prepare_folder, read_r
 from capture.record.logit_gradient import watch_logits
 from capture.record.observer import JobPosition, RecordingObserver, TrainingPhase
 from capture.record.optimizer_hooks import OptimizerHooks
-from capture.record.parameter_sampler import RawSamples
 from capture.record.pass_store import PassStore, RecordingEnded, WriterItem, warn_of_pass
 from capture.record.recording_id import choose_recording_id
 from capture.record.retention import PassSelector, RetentionSettings
@@ -37,7 +36,7 @@ from capture.record.rng_and_outputs import (
     sort_noted_values,
 )
 from capture.record.route_recorder import RouteRecorder
-from capture.record.snapshot import PassNotes, PassOutputs, RecordingClock, RecordingOpened, SnapshotMaker
+from capture.record.snapshot import PassEnd, PassNotes, PassOutputs, RecordingClock, RecordingOpened, SnapshotMaker
 from capture.record.step_window import StepPart, StepWindow
 
 MAX_FLUSH_SECONDS = 60.0
@@ -420,16 +419,14 @@ class Recorder:
                 self._end_failed_pass(error)
                 return
             random_after = self._maker.take_random_after()
-            settings, weights = self._maker.end_pass()
-            self._writer.wake(self._copy_outputs(output, settings, weights, random_after))
+            self._writer.wake(self._copy_outputs(output, self._maker.end_pass(), random_after))
         except Exception as recorder_error:
             self._writer.give_up(recorder_error)
 
     def _end_failed_pass(self, error: BaseException) -> None:
         # The device may be lost, and copies from it fail. What was copied before still goes to the disk.
         with suppress(Exception):
-            settings, weights = self._maker.end_pass()
-            self._writer.wake(self._copy_outputs(None, settings, weights))
+            self._writer.wake(self._copy_outputs(None, self._maker.end_pass()))
         self._observer.on_error(error, "forward")
 
     def _update_rank(self) -> None:
@@ -472,8 +469,7 @@ class Recorder:
     def _copy_outputs(
         self,
         output: Any,
-        settings: Mapping[str, str],
-        weights: RawSamples | None,
+        end: PassEnd,
         random_after: GeneratorSnapshot | None = None,
     ) -> PassOutputs | None:
         """Begin to copy what is kept of a pass that ends; None if that is nothing."""
@@ -497,7 +493,7 @@ class Recorder:
                     )
             plain = describe_outputs(output, loss)
         routes = self._route_recorder.take()
-        has_any = outputs or settings or weights or random_after or routes
+        has_any = outputs or not end.is_empty or random_after or routes
         if not has_any or is_capturing_graph(outputs):
             return None
-        return PassOutputs.begin_copy(forward, outputs, plain, settings, weights, random_after, routes)
+        return PassOutputs.begin_copy(forward, outputs, plain, end, random_after, routes)

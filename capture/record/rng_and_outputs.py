@@ -212,10 +212,38 @@ def _has_raw_python_state() -> bool:
     return is_same_for_a_seed and is_same_when_restored and len(set(raw_states)) == len(raw_states)
 
 
+# The latest state of NumPy's generator: its bytes, and what `get_state` returned.
+_latest_numpy_state: tuple[bytes, Mapping[str, Any]] | None = None
+
+
 def _read_numpy_state(numpy_random: Any) -> Mapping[str, Any] | None:
-    """Read the state of NumPy's global generator; None if the job has put a generator of another kind there."""
+    """Read the state of NumPy's global generator; None if the job has put a generator of another kind there.
+
+    NumPy goes through the 624 words one by one, in 0.1 ms. Comparing their bytes with those read before takes next to
+    nothing.
+    """
+    global _latest_numpy_state
+    raw, latest = _read_raw_numpy_state(numpy_random), _latest_numpy_state
+    # A state may also hold the second of two normal numbers, which is drawn without a change of the bytes.
+    if raw is not None and latest is not None and raw == latest[0] and not latest[1]["has_gauss"]:
+        return latest[1]
     state: Mapping[str, Any] = numpy_random.get_state(legacy=False)
-    return state if state["bit_generator"] == "MT19937" else None
+    if state["bit_generator"] != "MT19937":
+        return None
+    if raw is not None and raw == state["state"]["key"].tobytes() + struct.pack("<i", state["state"]["pos"]):
+        _latest_numpy_state = raw, state
+    return state
+
+
+def _read_raw_numpy_state(numpy_random: Any) -> bytes | None:
+    """Return the words and the position of NumPy's generator as they lie in memory; None of another kind's.
+
+    None too before NumPy 1.24, which does not give its generator away.
+    """
+    generator: Any = numpy_random.get_bit_generator() if hasattr(numpy_random, "get_bit_generator") else None
+    if type(generator).__name__ != "MT19937":
+        return None
+    return ctypes.string_at(generator.ctypes.state_address, 4 * _NUM_WORDS)
 
 
 def restore_random_states(states: RandomStates) -> None:

@@ -3,7 +3,7 @@
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta, timezone
 from functools import partial
 from typing import Any
@@ -64,7 +64,7 @@ class PassSnapshot:
     make_origin     is called in the background, since it takes a while
     optimizer_step  number of the step that comes after the pass; None if steps are not recorded
     settings        those that the environment of the process does not tell
-    training        which parts of the model train; None if that is not recorded
+    training        which parts of the model train, as far as its beginning tells; None if that is not recorded
     notes           what was noted before the pass
     model_facts     what the model is, in the first recorded pass, and in the first one that trains
     pair_mask       what a mask of pairs of tokens said, which is not among the tensors; None without one
@@ -154,11 +154,30 @@ class PassLogits:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class PassEnd:
+    """What is read where a pass ends. By then a device has work, and does not wait for the job's thread.
+
+    settings     those that were not known before the pass ran
+    weights      samples of the weights; None if they were taken where the pass began
+    training     which parts of the model train; None if that is what its snapshot has
+    model_facts  what the model is, if it trains other parameters than before
+    """
+
+    settings: Mapping[str, str] = field(default_factory=dict)
+    weights: RawSamples | None = None
+    training: TrainingMode | None = None
+    model_facts: RawModelFacts | None = None
+
+    @property
+    def is_empty(self) -> bool:
+        return not self.settings and all(value is None for value in (self.weights, self.training, self.model_facts))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class PassOutputs:
     """What came out of the pass `forward`: plain values, and tensors on the host once `copy_events` have happened.
 
-    settings      those that were not known before the pass ran
-    weights       samples of the weights, if they were taken at the end of the pass
+    end           what was read where it ended
     random_after  the states of torch's generators where the forward ended
     routes        names of routers, and the experts that each of them chose for each token; none of a dense model
     """
@@ -167,8 +186,7 @@ class PassOutputs:
     tensors: Mapping[str, Tensor]
     copy_events: list[torch.cuda.Event]
     plain: Mapping[str, Output]
-    settings: Mapping[str, str]
-    weights: RawSamples | None
+    end: PassEnd
     random_after: GeneratorSnapshot | None = None
     routes: Sequence[tuple[tuple[str, ...], Tensor]] = ()
 
@@ -178,23 +196,22 @@ class PassOutputs:
         forward: int,
         tensors: Mapping[str, Tensor],
         plain: Mapping[str, Output],
-        settings: Mapping[str, str] | None = None,
-        weights: RawSamples | None = None,
+        end: PassEnd = PassEnd(),  # frozen
         random_after: GeneratorSnapshot | None = None,
         routes: Sequence[tuple[tuple[str, ...], Tensor]] = (),
     ) -> "PassOutputs":
         to_copy = {**tensors, **{f"{_ROUTES}{number}": choices for number, (_, choices) in enumerate(routes)}}
-        copies, copy_events = copy_to_host(to_copy if weights is None else {**to_copy, _SAMPLES: weights.values})
+        to_copy |= {} if end.weights is None else {_SAMPLES: end.weights.values}
+        copies, copy_events = copy_to_host(to_copy)
         host_routes = [(names, copies.pop(f"{_ROUTES}{number}")) for number, (names, _) in enumerate(routes)]
-        if weights is not None:
-            weights = replace(weights, values=copies.pop(_SAMPLES))
+        if end.weights is not None:
+            end = replace(end, weights=replace(end.weights, values=copies.pop(_SAMPLES)))
         return cls(
             forward=forward,
             tensors=copies,
             copy_events=copy_events,
             plain=plain,
-            settings=settings or {},
-            weights=weights,
+            end=end,
             random_after=random_after,
             routes=host_routes,
         )
@@ -243,6 +260,8 @@ class SnapshotMaker:
         # Whether the running pass is the first one after an optimizer step; None if its weights
         # are not sampled at its end.
         self._begins_window: bool | None = None
+        # The number of the running pass, if it trains and is recorded.
+        self._training_pass: int | None = None
         self._keeps_log_probs = reproduce
         self._vocabulary_sizes = {
             module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)
@@ -288,6 +307,7 @@ class SnapshotMaker:
             pair_mask = pair_mask.on_host(tensors.pop(_PAIRS))
         if weights is not None:
             weights = replace(weights, values=tensors.pop(_SAMPLES))
+        self._training_pass = forward if trains else None
         # Of a model on several devices one generator alone would be recorded, and tell of a part of the masks.
         draws_on_cuda = device.type == "cuda"
         self._draws_on_cuda = draws_on_cuda if self._reproduce and not self._devices.are_several else None
@@ -299,7 +319,7 @@ class SnapshotMaker:
             trains=trains,
             make_origin=partial(self._make_origin, rank, world_size, forward, time.monotonic_ns()),
             random=take_random_snapshot(on_cuda=draws_on_cuda) if self._reproduce else None,
-            training=None if self._training_mode is None else self._training_mode.read(),
+            training=None if self._training_mode is None else self._training_mode.expect(),
             weights=weights,
             optimizer_step=None if self.window is None else self.window.number,
             settings=settings,
@@ -318,11 +338,16 @@ class SnapshotMaker:
         takes_positions = "position_ids" in self._signature.parameters
         return read_pair_mask(mask, self._ids_BS, takes_positions=takes_positions)
 
-    def end_pass(self) -> tuple[dict[str, str], RawSamples | None]:
-        """Return the settings that the pass has shown, and samples of the weights if not taken at its beginning."""
+    def end_pass(self) -> PassEnd:
+        """Read what is left for the end of the latest pass."""
         begins_window, self._begins_window = self._begins_window, None
-        weights = None if begins_window is None else self._sample_weights(begins_window)
-        return {} if self._compute_dtype is None else self._compute_dtype.end(), weights
+        facts, training_pass, self._training_pass = self._facts_taker, self._training_pass, None
+        return PassEnd(
+            settings={} if self._compute_dtype is None else self._compute_dtype.end(),
+            weights=None if begins_window is None else self._sample_weights(begins_window),
+            training=None if self._training_mode is None else self._training_mode.correct(),
+            model_facts=None if facts is None or training_pass is None else facts.take_change(training_pass),
+        )
 
     def take_random_after(self) -> GeneratorSnapshot | None:
         """Take the states of torch's generators where the forward of the latest pass ends.

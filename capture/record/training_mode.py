@@ -27,13 +27,29 @@ class TrainingModeReader:
         self._modules: list[weakref.ref[nn.Module]] = []
         self._num_passes = 0
         self._latest: tuple[list[bool], TrainingMode] | None = None
+        self._expected: TrainingMode | None = None
         self._has_failed = False
 
-    def read(self) -> TrainingMode | None:
-        """Read the flags where a pass begins. A failure is one warning, and the end of them."""
-        model = self._model()
+    def expect(self) -> TrainingMode | None:
+        """Return what the flags are where a pass begins, by that of the model itself: those of its parts are kept.
+
+        A device may stand idle while a pass begins. `correct` reads the flags of the parts where it ends.
+        """
+        model, latest = self._model(), self._latest
         if model is None or self._has_failed:
             return None
+        is_known = latest is not None and latest[0][0] == model.training
+        self._expected = latest[1] if latest is not None and is_known else self._read_safely(model)
+        return self._expected
+
+    def correct(self) -> TrainingMode | None:
+        """Return what the flags are where a pass ends; None if that is what was expected, or nothing was."""
+        model, expected, self._expected = self._model(), self._expected, None
+        mode = None if model is None or expected is None or self._has_failed else self._read_safely(model)
+        return None if mode == expected else mode
+
+    def _read_safely(self, model: nn.Module) -> TrainingMode | None:
+        """Read the flags. A failure is one warning, and the end of them."""
         try:
             return self._read(model)
         except Exception as error:
