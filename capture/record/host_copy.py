@@ -9,21 +9,24 @@ from torch import Tensor
 _MAX_PACKED_BYTES = 2**20
 
 
-def copy_to_host(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], list[torch.cuda.Event]]:
+def copy_to_host(
+    tensors: Mapping[str, Tensor], *, packs_small: bool = True
+) -> tuple[dict[str, Tensor], list[torch.cuda.Event]]:
     """Begin copies that later changes of the tensors do not reach. Those from CUDA are complete after the events.
 
-    Small tensors of one device go in one copy: to begin a copy takes longer than such a copy itself, and a device stops
-    its other work for each.
+    packs_small  small tensors of one device go in one copy: a device stops its other work for each. Where a device
+                 stands idle meanwhile, a few copies are begun sooner than a pack is made: by 0.2 ms of three tensors
+                 where the job's caches hold other things (H200)
     """
     copies: dict[str, Tensor] = {}
-    packs: dict[torch.device, dict[str, Tensor]] = {}
+    small_packs: dict[torch.device, dict[str, Tensor]] = {}
     for name, tensor in tensors.items():
         tensor = tensor.detach() if tensor.requires_grad else tensor
-        if tensor.nbytes <= _MAX_PACKED_BYTES and tensor.is_contiguous():
-            packs.setdefault(tensor.device, {})[name] = tensor
+        if packs_small and tensor.nbytes <= _MAX_PACKED_BYTES and tensor.is_contiguous():
+            small_packs.setdefault(tensor.device, {})[name] = tensor
         else:
             copies[name] = _copy_to_host(tensor)
-    for pack in packs.values():
+    for pack in small_packs.values():
         copies |= copy_packed(pack)
     events = []
     for device in {tensor.device for tensor in tensors.values() if tensor.is_cuda}:

@@ -302,7 +302,8 @@ class SnapshotMaker:
         if self._compute_dtype is not None:
             settings |= self._compute_dtype.begin((trains, settings["autocast"]))
         self.has_labels = any(name in arguments.tensors for name in ("labels", SHIFT_LABELS))
-        tensors, copy_events = copy_to_host(to_copy if weights is None else {**to_copy, _SAMPLES: weights.values})
+        to_copy = to_copy if weights is None else {**to_copy, _SAMPLES: weights.values}
+        tensors, copy_events = copy_to_host(to_copy, packs_small=False)
         if pair_mask is not None:
             pair_mask = pair_mask.on_host(tensors.pop(_PAIRS))
         if weights is not None:

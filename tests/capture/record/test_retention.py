@@ -321,9 +321,7 @@ def test_a_snapshot_of_random_states_is_right_after_each_use_of_a_generator() ->
         assert taken.numpy is not None
         kept = taken.numpy["state"]["pos"], taken.numpy["has_gauss"], taken.numpy["gauss"]
         assert (taken.numpy["bit_generator"], list(taken.numpy["state"]["key"]), *kept) == (name, list(keys), *rest)
-        taken_again = take_random_snapshot(on_cuda=False)
-        assert taken_again.python is taken.python
-        assert taken_again.numpy is taken.numpy or taken.numpy["has_gauss"]
+        assert take_random_snapshot(on_cuda=False).numpy is taken.numpy or taken.numpy["has_gauss"]
 
 
 def test_a_generator_that_is_not_numpys_own_is_left_out(tmp_path: Path) -> None:
