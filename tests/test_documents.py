@@ -63,10 +63,20 @@ def find_commands(block: Block) -> Iterator[list[str]]:
                 yield shlex.split(command)
 
 
+def find_commands_in_text(page: Path) -> Iterator[list[str]]:
+    """Find the command lines in sentences and tables. A command or an option that stands alone is a name."""
+    for span in re.findall(r"`((?:replay|capture) [^`]+ [^`]+)`", page.read_text(encoding="utf-8")):
+        yield shlex.split(span)
+
+
 COMMANDS = [
     pytest.param(command, id=f"{block.page}:{block.line} {' '.join(command)}")
     for block in BLOCKS
     for command in find_commands(block)
+] + [
+    pytest.param(command, id=f"{page.relative_to(ROOT).as_posix()}: {' '.join(command)}")
+    for page in PAGES
+    for command in find_commands_in_text(page)
 ]
 
 
