@@ -208,7 +208,7 @@ class ActorSpec:
     )
     attention: str = option(
         Attention.AUTO,
-        "Attention kernel. auto: the job's, if the captures name it and it can be had; else on CUDA flash-attn if "
+        "Attention kernel. auto: the job's, if the captures name it and it works here; else on CUDA flash-attn if "
         "installed, torch's varlen for packed rows, and cuDNN for a row of one document of 4,096 tokens or more; else, "
         "and in fp32, sdpa. With --ring: ring-flash-attn, else sdpa over gathered keys.",
         flags={"--flash-attn": Attention.FLASH, "--no-flash-attn": Attention.SDPA},

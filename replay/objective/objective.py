@@ -206,13 +206,13 @@ def _describe_mean(loss: str, first: Call | None) -> str:
         # The pass itself will report what is wrong with the capture.
         batch = None
     if batch is None:
-        sft_mean = "the negated mean log-prob of the labels, or of all real tokens"
-        return sft_mean if loss == LossName.SFT else "the negated mean log-prob of the action tokens"
+        sft_mean = "the mean cross entropy of the labels, or of all real tokens"
+        return sft_mean if loss == LossName.SFT else "the mean cross entropy of the action tokens"
     if batch.action_mask_BA is not None:
-        return "the negated mean log-prob of the action tokens"
+        return "the mean cross entropy of the action tokens"
     lacking = ", for there is no action mask" if loss == LossName.STAND_IN else ""
     if batch.labels_BS is None and batch.shift_labels is None:
-        return f"the negated mean log-prob of all real tokens{lacking or ', for there are no labels'}"
+        return f"the mean cross entropy of all real tokens{lacking or ', for there are no labels'}"
     return f"the mean cross entropy of the labels{lacking}"
 
 

@@ -68,9 +68,9 @@ def is_objective(loss: str) -> bool:
 def _describe_losses() -> str:
     objectives = " ".join(f"{name}: {objective.help}." for name, objective in OBJECTIVES.items())
     return (
-        "auto: policy where the job noted its loss with what that needs, sft where the captures have labels, "
+        "auto: policy where the job noted its loss and what it needs, sft where the captures have labels, "
         "else stand-in. "
-        "stand-in: the negated mean log-prob of the action tokens. sft: of the label tokens, or of all real tokens. "
+        "stand-in: the mean cross entropy of the action tokens. sft: of the label tokens, or of all real tokens. "
         f"{objectives} FILE.py:FUNCTION: your own (docs/objectives.md)."
     )
 
@@ -118,14 +118,12 @@ class InputsSpec:
         "Of several recordings in the folder take number N, which `replay inspect` lists. Default: the latest.",
         min=1,
     )
-    skip_inputs: int = option(0, "Leave out the first N inputs on each data rank, to go on behind them.", min=0)
+    skip_inputs: int = option(0, "Leave out the first N inputs on each data rank.", min=0)
     max_inputs: int | None = option(
         None, "At most N inputs on each data rank.", min=1, brief="At most N inputs on each data rank."
     )
     epochs: int = option(1, "Go through the inputs N times, in the same order; --max-inputs counts them all.", min=1)
-    uneven: bool = option(
-        False, "Every data rank replays all its inputs, even if others have fewer: how real jobs hang, to be diagnosed."
-    )
+    uneven: bool = option(False, "Every data rank replays all its inputs, even if others have fewer: jobs hang so.")
     passes: Passes = option(Passes.TRAIN, "train: captured with autograd on; rollout: with autograd off.")
     shuffle_inputs: bool = option(False, "Deal the inputs to the data ranks in random order.")
     random_seed: int = option(0, "Seed of --shuffle-inputs.", min=0)
@@ -135,8 +133,8 @@ class InputsSpec:
     )
     pick_inputs: str | None = option(
         None,
-        "Replay these alone, in this order: numbers that each data rank's inputs have without this option, from 0, as "
-        "in a log; one may come more than once.",
+        "Replay only these, in this order: numbers that each data rank's inputs have without this option, from 0, as "
+        "in a log. Repeats are allowed.",
         metavar="N,N,...",
     )
     reverse_rows: bool = False
@@ -185,12 +183,12 @@ class MeasureSpec:
     )
     noise_floor: bool = option(
         True,
-        "For a verdict in bf16 or fp16, replay up to four inputs again by another kernel and in another order, to know "
-        "what rounding alone does to their numbers. Kept beside the inputs.",
+        "For a verdict in bf16 or fp16, replay up to four inputs again by another kernel and in another order, to "
+        "measure how far rounding moves their numbers. Kept beside the inputs.",
     )
     second_opinion: bool = option(
         False,
-        "Replay in fp32, too, and judge that: what is near its bound in bf16 or fp16 may be beyond it in fp32.",
+        "Replay in fp32, too, and judge that: its bounds are narrower than those of bf16 or fp16.",
         brief="Replay in fp32, too, and judge that.",
     )
     backward: bool = option(True, "Run backward after a training pass's forward.")
@@ -227,7 +225,7 @@ class MeasureSpec:
     warmup: int = option(1, "Leave the first N passes out of the statistics; they are recorded and marked.", min=0)
     timeout: float = option(
         120.0,
-        "End the run, and say which rank it waits for, after so long in which no rank went on.",
+        "End the run if no rank makes progress for so long, and name the rank that it waits for.",
         min=1,
         metavar="SECONDS",
     )
@@ -295,7 +293,7 @@ class ObjectiveSpec:
     kl_coefficient: float = option(0.0, "policy: X times that divergence is added.", min=0)
     entropy_coefficient: float = option(0.0, "policy: X times the entropy is subtracted.", min=0)
     dpo_beta: float = option(0.1, "dpo: scale of the log-ratio to the reference.", min=0)
-    label_smoothing: float = option(0.0, "dpo: share of the pairs whose preference is taken for wrong.", min=0, max=0.5)
+    label_smoothing: float = option(0.0, "dpo: share of the pairs that count as reversed.", min=0, max=0.5)
     pairs: PairOrder = option(
         PairOrder.HALVES,
         "dpo: where a pair's sequences are. halves: all chosen, then all rejected; alternate: each chosen one before "
@@ -332,7 +330,7 @@ class StateSpec:
 
     load_state: Path | None = option(
         None,
-        "Go on from what --save-state wrote. Runs code from the folder's pickles: load your own alone.",
+        "Go on from what --save-state wrote. Runs code from the folder's pickles: load only your own.",
         metavar="FOLDER",
     )
     optimizer_state: Path | None = option(
@@ -348,9 +346,7 @@ class StateSpec:
     save_every: int | None = option(
         None, "Save a state below --save-state after every N optimizer steps, and the last; keep the last two.", min=1
     )
-    resume: bool = option(
-        False, "Go on from the latest state of --save-every, if there is one, as the run that was begun."
-    )
+    resume: bool = option(False, "Go on from the latest state of --save-every, if there is one.")
     save_model: Path | None = option(
         None, "Folder for the weights in --dtype, as from_pretrained and --model open it.", metavar="FOLDER"
     )

@@ -69,7 +69,7 @@ class HangReport:
 
     @property
     def exit_code(self) -> int:
-        """0: nothing happened, and the ranks' passes fit together."""
+        """0: no hang was found, and all ranks did the same passes and steps."""
         has_differences = any(compared.differences for compared in self.schedules)
         is_bad = is_of_several_ranks(self.sightings) or has_differences or self.damage or self.salvaged is not None
         return 1 if is_bad else 0

@@ -66,7 +66,7 @@ class _PreparedReplay:
     """A replay that is resolved, and not begun.
 
     first_call  of the first input; None if it cannot be read
-    objective   None: the loss is the negated mean log-prob
+    objective   None: the loss is the mean cross entropy
     """
 
     resolved: ResolvedReplay

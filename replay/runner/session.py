@@ -86,7 +86,7 @@ class Session:
     console          on rank 0; None on the others
     earlier          what the run had done before this process began, under --resume
     model_problem    why the job's model could not be compared with the replay's; None: it was
-    objective        None: the loss is the negated mean log-prob
+    objective        None: the loss is the mean cross entropy
     original_source  the model, with the weights that the first pass in the log began with
     """
 

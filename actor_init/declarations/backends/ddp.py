@@ -5,7 +5,7 @@ from actor_init.declarations.backends.declaration import BackendDeclaration, Sta
 DECLARATION = BackendDeclaration(
     name="ddp",
     engine="actor_init.backends.ddp:DDPBackend",
-    help="torch's, and nobody shards: to hold the others against",
+    help="torch's DDP, unsharded, to compare the others with",
     state_format=StateFormat(library="torch.distributed.checkpoint"),
     suite_trainings=(SuiteTraining(is_standard=False),),
 )

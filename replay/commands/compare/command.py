@@ -36,7 +36,7 @@ def compare(
     """Compare runs: losses, log-probs, gradient norms, time, memory.
 
     Input by input. The runs must do the same work: the same model, weights, inputs and loss. Other code of --model
-    or --loss, and another --window, are compared too, and told first. Exit code 0: within the threshold; 1: beyond
+    or --loss, and another --window, are compared too, and named first. Exit code 0: within the threshold; 1: beyond
     it; 2: not comparable, with the reason.
     """
     return partial(_compare, operands, threshold, plot, json, full_names=full_names)

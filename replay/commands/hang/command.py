@@ -20,8 +20,8 @@ def hang(
 ) -> CommandAction:
     """Say which rank of a job that hung was behind, and where.
 
-    And whether all ranks would have met in each pass. No model is run. Exit code 0: nothing happened, and the
-    ranks' passes fit together; 1: a rank was behind or failed, or the ranks part; 2: wrong usage.
+    And whether all ranks would have met in each pass. No model is run. Exit code 0: no hang found, and all ranks did
+    the same passes and steps; 1: a rank was behind or failed, or the ranks differ; 2: wrong usage.
     """
     return partial(_hang, folder, equal_shapes, json)
 

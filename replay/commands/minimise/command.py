@@ -54,7 +54,7 @@ def minimise(
         min=1.0,
         metavar="SECONDS",
         show_default=False,
-        help=f"For one run; what has not ended then hangs. (default: {DEFAULTS['run']:.0f})",
+        help=f"For one run; one that takes longer hangs. (default: {DEFAULTS['run']:.0f})",
     ),
     max_runs: int | None = typer.Option(
         None,

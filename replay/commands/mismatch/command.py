@@ -52,7 +52,7 @@ def mismatch(
 
     Under each dtype and kernel. The captures need the rollout's log-probs: of a converted dump, or noted by the job
     as rollout_log_probs. The tokens listed are those on which the first replay is farthest. Exit code 0 if the
-    numbers could be had.
+    numbers were measured.
     """
     action = partial(
         _measure,

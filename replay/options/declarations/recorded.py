@@ -5,5 +5,5 @@ from replay.options.declarations.declaration import ObjectiveDeclaration
 RECORDED = ObjectiveDeclaration(
     name="recorded",
     formula="replay.objective.recorded:RECORDED",
-    help="the job's own, told by its gradient",
+    help="the job's own, read from its gradient",
 )

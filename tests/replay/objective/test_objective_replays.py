@@ -140,8 +140,8 @@ def test_without_the_notes_of_a_loss_the_header_says_what_is_computed(
         ("labels", [], "sft: the mean cross entropy of the labels"),
         ("labels", ["--loss", "sft"], "sft: the mean cross entropy of the labels"),
         ("shift_labels", [], "sft: the mean cross entropy of the labels"),
-        (None, [], "stand-in, by default: the negated mean log-prob of all real tokens, for there is no action mask"),
-        (None, ["--loss", "sft"], "sft: the negated mean log-prob of all real tokens, for there are no labels"),
+        (None, [], "stand-in, by default: the mean cross entropy of all real tokens, for there is no action mask"),
+        (None, ["--loss", "sft"], "sft: the mean cross entropy of all real tokens, for there are no labels"),
     ],
 )
 def test_the_header_says_of_which_tokens_the_loss_is(

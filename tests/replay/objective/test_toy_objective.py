@@ -125,7 +125,7 @@ def test_help_lists_it() -> None:
     )
     words = " ".join(done.stdout.split())
     assert "--loss auto|stand-in|sft|policy|dpo|recorded|toy|FILE.py:FUNCTION" in words
-    assert "recorded: the job's own, told by its gradient. toy: the advantages' share of the window. FILE.py" in words
+    assert "recorded: the job's own, read from its gradient. toy: the advantages' share of the window. FILE.py" in words
 
 
 def test_without_its_entry_nobody_knows_it() -> None:
