@@ -13,7 +13,6 @@ import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from itertools import combinations
 from pathlib import Path
 from typing import IO, Any, Self
 
@@ -101,6 +100,7 @@ class MismatchReport:
         run: ReplaySpec,
         command: str,
         cells: Sequence[tuple[MismatchCell, list[ActionTokens]]],
+        distances: Mapping[tuple[int, int], ReplayDistance],
         num_worst: int,
     ) -> Self:
         return cls(
@@ -109,7 +109,7 @@ class MismatchReport:
             spec=run,
             versions=list_versions(),
             replays=[cell for cell, _ in cells],
-            distances=[_measure_distance(cell, other) for cell, other in combinations(cells, 2)],
+            distances=[distances[pair] for pair in sorted(distances)],
             worst=find_worst_tokens([tokens for _, tokens in cells], num_worst) if cells else [],
         )
 
@@ -189,9 +189,12 @@ def mismatch_in_world(
     batches = [_read_input(path, source) for path in selection.inputs]
     folder = world.from_first(create_folder(run.measure.log_folder, "mismatch") if world.rank == 0 else None)
     cells: list[tuple[MismatchCell, list[ActionTokens]]] = []
+    # By the numbers of two replays, each of which is measured once.
+    distances: dict[tuple[int, int], ReplayDistance] = {}
 
-    def write_report(status: ResultStatus) -> MismatchReport:
-        report = MismatchReport.build(status, run, command, cells, num_worst)
+    def write_report() -> MismatchReport:
+        status = ResultStatus.FINISHED if len(cells) == len(specs) else ResultStatus.RUNNING
+        report = MismatchReport.build(status, run, command, cells, distances, num_worst)
         if world.rank == 0:
             write_atomically(folder / FILE, json_bytes(report))
         return report
@@ -200,14 +203,15 @@ def mismatch_in_world(
         if world.rank == 0:
             print_report(report, _list_header(run, source, world, selection), folder, screen)
 
-    report = write_report(ResultStatus.RUNNING)
+    report = write_report()
     try:
         with watch_run(world, folder, run.measure.timeout) as watch:
             extend_collective_timeouts(run.measure.timeout)
-            for spec in specs:
-                cells.append(_replay_forwards(spec, source, world, watch.tracker, batches))
-                report = write_report(ResultStatus.RUNNING)
-            report = write_report(ResultStatus.FINISHED)
+            for number, spec in enumerate(specs):
+                latest = _replay_forwards(spec, source, world, watch.tracker, batches)
+                distances |= {(before, number): _measure_distance(cell, latest) for before, cell in enumerate(cells)}
+                cells.append(latest)
+                report = write_report()
             world.gather(None)
     except KeyboardInterrupt:
         show_report()

@@ -2,17 +2,20 @@
 
 import json
 import math
+from itertools import combinations
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 
 import replay
 from capture import capture_files
+from capture.file_format.atomic_write import write_atomically
 from capture.file_format.capture_file import read_call
 from replay.command_line.cli import main as replay_main
-from replay.commands.mismatch.report import _replay_forwards
+from replay.commands.mismatch.report import _measure_distance, _replay_forwards
 from replay.commands.mismatch.statistics import compute_effective_share, measure_mismatch
 from tests.helpers.policy_job import make_rollouts, train
 from tests.helpers.schemas import assert_valid
@@ -75,9 +78,16 @@ def run_mismatch(job: Path, logs: Path, *typed: str) -> dict[str, Any]:
 
 
 def test_a_known_difference_is_found_and_its_worst_token_named(
-    job: Path, tmp_path: Path, one_world: None, capsys: pytest.CaptureFixture[str]
+    job: Path,
+    tmp_path: Path,
+    one_world: None,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """The rollout's log-probs are the fp32 model's plus noise that the job noted no trace of."""
+    measure_distance, write = Mock(wraps=_measure_distance), Mock(wraps=write_atomically)
+    monkeypatch.setattr("replay.commands.mismatch.report._measure_distance", measure_distance)
+    monkeypatch.setattr("replay.commands.mismatch.report.write_atomically", write)
     typed = ("--dtype", "fp32,bf16", "--attention", "eager,sdpa", "--worst", "3")
     found = run_mismatch(job, tmp_path, *typed)
     rollouts = make_rollouts()
@@ -88,7 +98,11 @@ def test_a_known_difference_is_found_and_its_worst_token_named(
         assert cells["fp32", kernel]["mean"] == pytest.approx(noise.abs().mean().item(), abs=1e-5)
         assert cells["fp32", kernel]["shift"] == pytest.approx(-noise.mean().item(), abs=1e-5)
         assert abs(cells["bf16", kernel]["mean"] - cells["fp32", kernel]["mean"]) > 1e-4
-    assert len(found["distances"]) == 6
+    names = [replay["name"] for replay in found["replays"]]
+    assert [(distance["one"], distance["other"]) for distance in found["distances"]] == list(combinations(names, 2))
+    assert (measure_distance.call_count, write.call_count) == (6, 5), (
+        "each pair once; before the first replay and behind each"
+    )
     by_pair = {(distance["one"], distance["other"]): distance["mean"] for distance in found["distances"]}
     assert by_pair["fp32, eager", "fp32, sdpa"] < 1e-5 < 1e-3 < by_pair["fp32, eager", "bf16, eager"]
 
