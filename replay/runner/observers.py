@@ -194,8 +194,7 @@ class OptimizerStateSampler(PassObserver):
     def after_backward(self) -> None:
         names = {name for rank_names in self._world.gather(sorted(self._recorded)) for name in rank_names}
         if names:
-            recorded = {name: [sample] for name, sample in self._recorded.items()}
-            self.samples = sample_states(self._backend.optimizer_states(names), recorded)
+            self.samples = sample_states(self._backend.optimizer_states(names), self._recorded)
 
 
 class GradientSketcher(PassObserver):

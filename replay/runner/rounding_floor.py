@@ -50,6 +50,10 @@ from replay.watch.progress import Tracker
 # Of each data rank, in whole windows; a window of more is measured all the same.
 MAX_PASSES = 4
 FLOORS_FILE = "rounding.json"
+# The eager kernel keeps each score of a layer, as a probability, in fp32 and in the actor's dtype.
+BYTES_PER_SCORE = 8
+# More than that are not kept but computed again, layer by layer, which takes a third of the time of a pass.
+MOST_SCORE_BYTES = 2**30
 # Behind a step the floors of sampled gradients and of tokens, single and all together, are multiplied by this. Where an
 # element's gradient is near 0, rounding turns the sign of Adam's step, so few elements decide how far two trainings are
 # apart, and other casts turn others. Seen of jobs under autocast, replayed by a bf16 engine: 4.02 and 3.35 times the
@@ -142,11 +146,21 @@ def make_rounding_variant(
     can_change = has_another_kernel(actor, keeps_kernel=keeps_kernel)
     chosen = _find_chosen_kernel(spec)
     kernel = Attention.EAGER if chosen in (Attention.AUTO, Attention.SDPA) else Attention.SDPA
-    # The eager kernel keeps a score for each pair of tokens in every layer; with checkpointing, of one layer at a time.
-    actor = replace(actor, attention=kernel if can_change else chosen, gradient_checkpointing=kernel == Attention.EAGER)
+    actor = replace(actor, attention=kernel if can_change else chosen)
+    if can_change and kernel == Attention.EAGER and _estimate_score_bytes(spec, passes) > MOST_SCORE_BYTES:
+        actor = replace(actor, gradient_checkpointing=True)
     measure = replace(spec.measure, trace=False, details=False)
     inputs = replace(spec.inputs, reverse_rows=not has_dropout)
     return spec.derive_variant(world, why="rounding alone is to be other", actor=actor, inputs=inputs, measure=measure)
+
+
+def _estimate_score_bytes(spec: ResolvedReplay, passes: Sequence[PassPair]) -> float:
+    """Estimate what the eager kernel keeps of the largest pass for its backward: a score of each pair of tokens."""
+    config = spec.source.config.get_text_config()
+    num_heads = int(getattr(config, "num_attention_heads", None) or config.hidden_size)
+    inputs = [record.input for record, _, _ in passes]
+    num_pairs = max(section.fed_tokens**2 / (1 if spec.actor.packs else max(section.rows, 1)) for section in inputs)
+    return num_pairs * num_heads * int(config.num_hidden_layers) * BYTES_PER_SCORE
 
 
 def _find_chosen_kernel(spec: ResolvedReplay) -> str:

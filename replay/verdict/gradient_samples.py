@@ -1,10 +1,11 @@
 """Take from a replay's gradient what the job recorded of its own: norms, sampled elements and signatures."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import islice
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -12,6 +13,10 @@ from torch import Tensor
 from capture.file_format.gradient_signature import GradientSignature
 from capture.file_format.optimizer_step import Sample
 from replay.tolerances.job_bounds import LEAST_RMS
+
+# So much of the gradients, or of the optimizer's states, is held whole on each rank at a time.
+BATCH_BYTES = 128 * 2**20
+KeyT = TypeVar("KeyT")
 
 
 # Without slots, for the property that is computed once.
@@ -56,15 +61,16 @@ def sample_gradients(
     sizes: dict[str, int] = {}
     values: dict[tuple[str, int], Tensor] = {}
     signed: dict[tuple[str, int], Tensor] = {}
-    for name, gradient in gradients:
-        norms[name] = torch.linalg.vector_norm(gradient, dtype=torch.float64 if gradient.device.type == "cpu" else None)
-        sizes[name] = gradient.numel()
-        for sample in samples.get(name, ()):
-            values[name, sample.start] = copy_elements(gradient, sample.start, len(sample.values))
-        for signature in signatures.get(name, ()):
-            signed[name, signature.start] = copy_elements(
-                gradient, signature.start, len(signature.values), stride=signature.stride
-            )
+    for batch in batch_by_size(gradients):
+        norms |= zip(batch, measure_norms(batch.values()), strict=True)
+        for name, gradient in batch.items():
+            sizes[name] = gradient.numel()
+            for sample in samples.get(name, ()):
+                values[name, sample.start] = copy_elements(gradient, sample.start, len(sample.values))
+            for signature in signatures.get(name, ()):
+                signed[name, signature.start] = copy_elements(
+                    gradient, signature.start, len(signature.values), stride=signature.stride
+                )
     fetched = iter(fetch_together([*norms.values(), *values.values(), *signed.values()]))
     return GradientSamples(
         norms={name: next(fetched)[0] for name in norms},
@@ -72,6 +78,31 @@ def sample_gradients(
         values={place: next(fetched) for place in values},
         signatures={place: next(fetched) for place in signed},
     )
+
+
+def batch_by_size(tensors: Iterable[tuple[KeyT, Tensor]]) -> Iterator[dict[KeyT, Tensor]]:
+    """Put tensors together, by key, until they have BATCH_BYTES: each may have been gathered from all ranks."""
+    batch: dict[KeyT, Tensor] = {}
+    num_bytes = 0
+    for name, tensor in tensors:
+        batch[name] = tensor
+        num_bytes += tensor.numel() * tensor.element_size()
+        if num_bytes >= BATCH_BYTES:
+            yield batch
+            batch, num_bytes = {}, 0
+    if batch:
+        yield batch
+
+
+def measure_norms(tensors: Iterable[Tensor], dtype: torch.dtype | None = None) -> Sequence[Tensor]:
+    """Measure the norm of each tensor: in a few operations for all of them, since each one costs a GPU a launch.
+
+    dtype  to add up the squares in; None: fp64 on a CPU, which adds them up naively, and elsewhere the tensors' own
+    """
+    whole = list(tensors)
+    if dtype is None and whole[0].device.type == "cpu":
+        dtype = torch.float64
+    return torch._foreach_norm(whole, dtype=dtype)
 
 
 def copy_elements(whole: Tensor, start: int, count: int, *, stride: int = 1) -> Tensor:

@@ -1,14 +1,14 @@
 """Take from what a replay's optimizer holds the elements that the job sampled of its own before the same step."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from capture.file_format.optimizer_state import StateSample
-from replay.verdict.gradient_samples import copy_elements, fetch_together
+from replay.verdict.gradient_samples import batch_by_size, copy_elements, fetch_together, measure_norms
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -19,29 +19,43 @@ class StateRun:
     scale: float
 
 
-# By the replay's name of the parameter, the first element, and the name of the state, as `exp_avg`.
-StateElements = Mapping[tuple[str, int, str], StateRun]
+# The replay's name of the parameter, the first element, and the name of the state, as `exp_avg`.
+Place = tuple[str, int, str]
+StateElements = Mapping[Place, StateRun]
 
 
 @torch.no_grad()
 def sample_states(
-    states: Iterable[tuple[str, Mapping[str, Tensor]]], samples: Mapping[str, Sequence[StateSample]]
-) -> dict[tuple[str, int, str], StateRun]:
+    states: Iterable[tuple[str, Mapping[str, Tensor]]], samples: Mapping[str, StateSample]
+) -> dict[Place, StateRun]:
     """Take the elements that the job sampled. All ranks have to call it together, as iterating gathers each state.
 
     samples  of the job, by the name that the parameter has in the replay
     """
-    runs: dict[tuple[str, int, str], Tensor] = {}
-    scales: dict[tuple[str, int, str], Tensor] = {}
-    for name, whole_states in states:
-        for sample in samples.get(name, ()):
-            for key, values in sample.values.items():
-                whole = whole_states.get(key)
-                if whole is None or tuple(whole.shape) != sample.shape or not whole.is_floating_point():
-                    continue
-                norm = torch.linalg.vector_norm(whole, dtype=torch.float64)
-                runs[name, sample.start, key] = copy_elements(whole, sample.start, len(values))
-                scales[name, sample.start, key] = norm / math.sqrt(max(whole.numel(), 1))
-    fetched = iter(fetch_together([*runs.values(), *scales.values()]))
+    runs: dict[Place, Tensor] = {}
+    norms: dict[Place, Tensor] = {}
+    sizes: dict[Place, int] = {}
+    for batch in batch_by_size(_find_sampled(states, samples)):
+        norms |= zip(batch, measure_norms(batch.values(), torch.float64), strict=True)
+        for place, whole in batch.items():
+            name, start, key = place
+            runs[place] = copy_elements(whole, start, len(samples[name].values[key]))
+            sizes[place] = max(whole.numel(), 1)
+    fetched = iter(fetch_together([*runs.values(), *norms.values()]))
     values_by_place = {place: next(fetched) for place in runs}
-    return {place: StateRun(values=values, scale=next(fetched)[0]) for place, values in values_by_place.items()}
+    return {
+        place: StateRun(values=values, scale=next(fetched)[0] / math.sqrt(sizes[place]))
+        for place, values in values_by_place.items()
+    }
+
+
+def _find_sampled(
+    states: Iterable[tuple[str, Mapping[str, Tensor]]], samples: Mapping[str, StateSample]
+) -> Iterator[tuple[Place, Tensor]]:
+    """Yield the states that the job sampled, each whole, by the place of the elements."""
+    for name, whole_states in states:
+        if (sample := samples.get(name)) is not None:
+            for key in sample.values:
+                whole = whole_states.get(key)
+                if whole is not None and tuple(whole.shape) == sample.shape and whole.is_floating_point():
+                    yield (name, sample.start, key), whole

@@ -45,6 +45,18 @@ def repeater_of(padding_predicts_label: bool = False, **actor: Any) -> RunRepeat
     return RunRepeater(**{name: cast(Any, part) for name, part in parts.items()})
 
 
+def make_resolved(device: str, **actor: Any) -> Any:
+    return SimpleNamespace(
+        actor=ActorSpec(backend="fsdp2", **{"dtype": Dtype.BF16, **actor}),
+        source=SimpleNamespace(config=LlamaConfig(num_attention_heads=1, num_hidden_layers=1)),
+        inputs=InputsSpec(),
+        measure=MeasureSpec(),
+        device=torch.device(device),
+        find_chooser=lambda _: None,
+        derive_variant=lambda world, **parts: SimpleNamespace(**parts),
+    )
+
+
 def test_a_plain_replay_has_another_kernel() -> None:
     assert repeater_of().why_kernel_must_stay is None
 
@@ -116,16 +128,31 @@ def test_on_a_cpu_a_users_model_in_bf16_is_held_against_itself_in_fp32(
     device: str, dtype: Dtype, measured: Dtype
 ) -> None:
     """There LayerNorm adds up a bias's gradient over all tokens in bf16: rows in another order are as far off."""
-    spec = SimpleNamespace(
-        actor=ActorSpec(backend="fsdp2", model="net.py:build", dtype=dtype),
-        inputs=InputsSpec(),
-        measure=MeasureSpec(),
-        device=torch.device(device),
-        find_chooser=lambda _: None,
-        derive_variant=lambda world, **parts: SimpleNamespace(**parts),
-    )
-    variant = make_rounding_variant(cast(Any, spec), [], cast(Any, None), has_dropout=False, keeps_kernel=False)
+    spec = make_resolved(device, model="net.py:build", dtype=dtype)
+    variant = make_rounding_variant(spec, [], cast(Any, None), has_dropout=False, keeps_kernel=False)
     assert (variant.actor.dtype, variant.inputs.reverse_rows) == (measured, True)
+
+
+@pytest.mark.parametrize(
+    ("fed_tokens", "packs", "typed", "recomputes"),
+    [
+        (2_000, False, False, False),
+        # 2^14 tokens of two rows are 2^27 pairs a head and layer; of one packed row they are twice as many.
+        (2**14, False, False, False),
+        (2**14, True, False, True),
+        (2**15, False, False, True),
+        (2_000, False, True, True),
+    ],
+)
+def test_scores_of_the_eager_kernel_are_computed_again_only_where_they_are_many(
+    fed_tokens: int, packs: bool, typed: bool, recomputes: bool
+) -> None:
+    spec = make_resolved("cpu", attention=Attention.SDPA, packing=packs, gradient_checkpointing=typed)
+    made = record(0)
+    passes = [PassPair(replace(made, input=replace(made.input, fed_tokens=fed_tokens, rows=2)), None, ReplayedPass())]
+    variant = make_rounding_variant(spec, passes, cast(Any, None), has_dropout=False, keeps_kernel=False)
+    assert variant.actor.attention == Attention.EAGER
+    assert variant.actor.gradient_checkpointing is recomputes
 
 
 @pytest.mark.parametrize(
