@@ -4,9 +4,10 @@
     python -m benchmarks verdict_cost --out /tmp/cost --hidden 1024 --layers 8 --tokens 1024
 
 transformers' Trainer trains in bf16 (fp32 weights, autocast) with a warm-up, and is recorded twice: with all that a
-verdict needs, and without what the job computed. The third series, the second kind again, is the control. A second
-table has the parts of a replay (parts.py), first those to which a verdict adds most, by the median of the rounds. Two
-rounds, and one before them that does not count, are nine replays.
+verdict needs, and without what the job computed. The third series, the second kind again, is the control. With a
+verdict a replay steps as the job did, so the last two columns are without norms and steps. A second table has the parts
+of a replay (parts.py), first those to which a verdict adds most, by the median of the rounds. Two rounds, and one
+before them that does not count, are nine replays.
 """
 
 import argparse
@@ -20,12 +21,16 @@ from pathlib import Path
 from statistics import median
 
 from benchmarks.harness import Answers, Column, Contestant, Sample, alternate, make_parser, markdown, run_to_end, table
+from benchmarks.verdict_cost.parts import STEPS
 
+BUT_FOR_STEPS = "CPU but for steps"
 COLUMNS = (
     Column("median s", "s"),
     Column("time / without", "s", ".3f", of="without"),
     Column("CPU s", "CPU"),
     Column("CPU / without", "CPU", ".3f", of="without"),
+    Column("CPU s but for steps", BUT_FOR_STEPS),
+    Column("/ without", BUT_FOR_STEPS, ".3f", of="without"),
 )
 WALL, PROCESSOR = " (wall)", " (CPU)"
 
@@ -65,8 +70,10 @@ def main() -> int:
             verdict = json.loads(log.read_text())["verdict"]
             outcome = "REPRODUCED" if kind == "with" else "CANNOT TELL"
             assert verdict["outcome"] == outcome, verdict
+            sample[BUT_FOR_STEPS] = sample["CPU"]
             for part, (wall, processor) in json.loads(parts.read_text()).items():
                 sample |= {part + WALL: wall, part + PROCESSOR: processor}
+                sample[BUT_FOR_STEPS] -= processor if part.endswith(STEPS) else 0.0
             return [sample]
 
         return measure

@@ -21,6 +21,7 @@ from typing import Any
 REST = "the rest"
 IMPORTS = "imports"
 FLOORS = "floors"
+STEPS = "norm, clipping and step"
 # By module and name, where it is called from. What is called within the floors is a part of theirs.
 PARTS = {
     "replay.runner.run:_PreparedReplay.prepare": "selecting and resolving",
@@ -34,7 +35,7 @@ PARTS = {
     "replay.runner.replayer:StepFollower.sample_weights": "sampling weights",
     "replay.runner.replayer:run_pass": "forward and backward",
     "replay.runner.run_pass:ObserverNotifier._notify_after": "sampling gradients and state",
-    "actor_init.backends.fsdp2:FSDP2Backend.end_window": "norm, clipping and step",
+    "actor_init.backends.fsdp2:FSDP2Backend.end_window": STEPS,
     "replay.runner.meter:HostInstrument.synchronize": "waiting for the device",
     "replay.runner.meter:CudaInstrument.synchronize": "waiting for the device",
     "replay.runner.session:Logbook.write": "writing the log",
