@@ -5,9 +5,10 @@ do not have a number, the rule does not compare it: what a recording left out is
 """
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Generic, NamedTuple, TypeVar
 
 from capture.file_format.listing import format_ranges
 from capture.file_format.optimizer_step import OptimizerStep
@@ -17,6 +18,7 @@ from replay.post_mortem.schedule import PlannedPass, RankSchedule, Schedule, lis
 # A job is taken to do the same in all passes if it does so in this many, and in this share of them.
 MIN_ALIKE = 3
 MIN_SHARE_ALIKE = 2 / 3
+ValueT = TypeVar("ValueT")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -90,26 +92,47 @@ def _iterate_common_passes(schedule: Schedule) -> Iterator[tuple[int, list[tuple
             yield number, passes
 
 
-def _find_unusual_ranks(values: Sequence[tuple[int, object]]) -> tuple[int, ...]:
-    """Return the ranks whose value is not that of most ranks; in a tie, not that of the first."""
-    usual, _ = Counter(value for _, value in values).most_common(1)[0]
-    return tuple(rank for rank, value in values if value != usual)
+class UnusualRanks(NamedTuple, Generic[ValueT]):
+    """Ranks whose value is not that of most ranks, in a tie not that of the first; the first one's, and the usual."""
+
+    ranks: tuple[int, ...]
+    value: ValueT
+    usual: ValueT
+
+
+def _find_unusual_ranks(values: Iterable[tuple[int, ValueT | None]]) -> UnusualRanks[ValueT] | None:
+    """Find the ranks of another value among those whose value is known; None if there are none."""
+    known = [(rank, value) for rank, value in values if value is not None]
+    if len(known) < 2:
+        return None
+    usual, _ = Counter(value for _, value in known).most_common(1)[0]
+    unusual = [(rank, value) for rank, value in known if value != usual]
+    return UnusualRanks(tuple(rank for rank, _ in unusual), unusual[0][1], usual) if unusual else None
+
+
+def _find_first_unusual(
+    schedule: Schedule, read: Callable[[PlannedPass], ValueT | None]
+) -> tuple[int, UnusualRanks[ValueT]] | None:
+    """Find the first pass in which `read` returns another value for some ranks: its number, and those ranks."""
+    for number, passes in _iterate_common_passes(schedule):
+        unusual = _find_unusual_ranks((rank, read(planned)) for rank, planned in passes)
+        if unusual is not None:
+            return number, unusual
+    return None
 
 
 def _compare_order(schedule: Schedule) -> ScheduleDifference | None:
-    for number, passes in _iterate_common_passes(schedule):
-        kinds = [(rank, planned.trains) for rank, planned in passes]
-        if ranks := _find_unusual_ranks(kinds):
-            does = "trains" if dict(kinds)[ranks[0]] else "runs without autograd"
-            return ScheduleDifference(
-                kind="order",
-                number=number,
-                ranks=ranks,
-                text=f"{_format_ranks(ranks)} {does}, and others do not",
-                remedy="call the model in the same order on every rank: training and rollout passes alike",
-                exception="DDP meets in rollout passes only where the model has buffers",
-            )
-    return None
+    if (found := _find_first_unusual(schedule, lambda planned: planned.trains)) is None:
+        return None
+    number, (ranks, trains, _) = found
+    return ScheduleDifference(
+        kind="order",
+        number=number,
+        ranks=ranks,
+        text=f"{_format_ranks(ranks)} {'trains' if trains else 'runs without autograd'}, and others do not",
+        remedy="call the model in the same order on every rank: training and rollout passes alike",
+        exception="DDP meets in rollout passes only where the model has buffers",
+    )
 
 
 def _compare_pass_counts(schedule: Schedule, *, complete: Collection[int]) -> ScheduleDifference | None:
@@ -150,9 +173,8 @@ def _compare_step_counts(schedule: Schedule) -> ScheduleDifference | None:
         steps = [(rank, planned.optimizer_step) for rank, planned in passes if planned.optimizer_step is not None]
         # A rank may have begun its recording at another step than the others.
         counts = [(rank, step - begins.setdefault(rank, step)) for rank, step in steps]
-        if len(counts) > 1 and (ranks := _find_unusual_ranks(counts)):
-            usual = next(count for rank, count in counts if rank not in ranks)
-            return _describe_step_difference(number, ranks, dict(counts)[ranks[0]], usual)
+        if (unusual := _find_unusual_ranks(counts)) is not None:
+            return _describe_step_difference(number, *unusual)
     return None
 
 
@@ -163,23 +185,18 @@ def _compare_final_step_counts(schedule: Schedule) -> ScheduleDifference | None:
     ends = [(rank.rank, rank.end.num_steps) for rank in schedule.ranks if rank.end is not None]
     step_counts = [(rank, steps) for rank, steps in ends if steps is not None]
     is_as_long = len({rank.num_passes for rank in schedule.ranks}) == 1
-    if is_as_long and len(step_counts) == len(schedule.ranks) and (ranks := _find_unusual_ranks(step_counts)):
-        usual = next(steps for rank, steps in step_counts if rank not in ranks)
-        return _describe_step_difference(schedule.num_passes - 1, ranks, dict(step_counts)[ranks[0]], usual)
-    last = _list_last_steps(schedule)
-    if last and (ranks := _find_unusual_ranks(last)):
-        has_step = dict(last)[ranks[0]]
-        return _describe_step_difference(schedule.num_passes - 1, ranks, int(has_step), int(not has_step))
-    return None
+    unusual = _find_unusual_ranks(step_counts) if is_as_long and len(step_counts) == len(schedule.ranks) else None
+    unusual = unusual or _find_unusual_ranks(_list_last_steps(schedule))
+    return None if unusual is None else _describe_step_difference(schedule.num_passes - 1, *unusual)
 
 
-def _list_last_steps(schedule: Schedule) -> list[tuple[int, bool]]:
-    """Tell for each rank whether a step followed the last pass; nothing unless all ranks with steps have that pass."""
+def _list_last_steps(schedule: Schedule) -> list[tuple[int, int]]:
+    """List for each rank the steps after the last pass, 0 or 1; none unless all ranks with steps have that pass."""
     with_steps = [rank for rank in schedule.ranks if any(True for _ in list_optimizer_steps(rank))]
     last = schedule.num_passes - 1
     if len(with_steps) < 2 or any(last not in rank.passes or not rank.passes[last].trains for rank in with_steps):
         return []
-    return [(rank.rank, rank.passes[last].step is not None) for rank in with_steps]
+    return [(rank.rank, int(rank.passes[last].step is not None)) for rank in with_steps]
 
 
 def _describe_step_difference(number: int, ranks: tuple[int, ...], steps: int, usual: int) -> ScheduleDifference:
@@ -253,19 +270,17 @@ def _compare_gradients(schedule: Schedule) -> ScheduleDifference | None:
 
 
 def _compare_trained_parameters(schedule: Schedule) -> ScheduleDifference | None:
-    for number, passes in _iterate_common_passes(schedule):
-        counts = [(rank, planned.num_trained) for rank, planned in passes if planned.num_trained is not None]
-        if len(counts) > 1 and (ranks := _find_unusual_ranks(counts)):
-            usual = next(count for rank, count in counts if rank not in ranks)
-            return ScheduleDifference(
-                kind="trained",
-                number=number,
-                ranks=ranks,
-                text=f"{_format_ranks(ranks)} {'trains' if len(ranks) == 1 else 'train'} "
-                f"{dict(counts)[ranks[0]]} parameters, and others {usual}",
-                remedy="set requires_grad alike on every rank, before the model is wrapped",
-            )
-    return None
+    if (found := _find_first_unusual(schedule, lambda planned: planned.num_trained)) is None:
+        return None
+    number, (ranks, num_trained, usual) = found
+    return ScheduleDifference(
+        kind="trained",
+        number=number,
+        ranks=ranks,
+        text=f"{_format_ranks(ranks)} {'trains' if len(ranks) == 1 else 'train'} {num_trained} parameters, "
+        f"and others {usual}",
+        remedy="set requires_grad alike on every rank, before the model is wrapped",
+    )
 
 
 def _compare_clipping(schedule: Schedule) -> ScheduleDifference | None:
@@ -291,20 +306,17 @@ def _is_sharded(rank: RankSchedule) -> bool:
 
 
 def _compare_dtypes(schedule: Schedule) -> ScheduleDifference | None:
-    for number, passes in _iterate_common_passes(schedule):
-        dtypes = [(rank, planned.computed_in) for rank, planned in passes if planned.computed_in is not None]
-        if len(dtypes) > 1 and (ranks := _find_unusual_ranks(dtypes)):
-            usual = next(dtype for rank, dtype in dtypes if rank not in ranks)
-            return ScheduleDifference(
-                kind="dtype",
-                number=number,
-                ranks=ranks,
-                text=f"{_format_ranks(ranks)} {'computes' if len(ranks) == 1 else 'compute'} in "
-                f"{dict(dtypes)[ranks[0]]}, and others in {usual}",
-                remedy="use the same autocast and weights' dtype on every rank",
-                exception="DDP meets where the gradients have one dtype",
-            )
-    return None
+    if (found := _find_first_unusual(schedule, lambda planned: planned.computed_in)) is None:
+        return None
+    number, (ranks, dtype, usual) = found
+    return ScheduleDifference(
+        kind="dtype",
+        number=number,
+        ranks=ranks,
+        text=f"{_format_ranks(ranks)} {'computes' if len(ranks) == 1 else 'compute'} in {dtype}, and others in {usual}",
+        remedy="use the same autocast and weights' dtype on every rank",
+        exception="DDP meets where the gradients have one dtype",
+    )
 
 
 def _compare_inputs(schedule: Schedule) -> ScheduleDifference | None:
@@ -335,26 +347,19 @@ def _compare_inputs(schedule: Schedule) -> ScheduleDifference | None:
 
 
 def _compare_shapes(schedule: Schedule, equal_shapes: bool) -> ScheduleDifference | None:
-    if not (equal_shapes or _pads_across_ranks(schedule)):
+    found = _find_first_unusual(schedule, lambda planned: planned.shape)
+    if found is None or not (equal_shapes or _pads_across_ranks(schedule)):
         return None
-    for number, passes in _iterate_common_passes(schedule):
-        shapes = [(rank, planned.shape) for rank, planned in passes if planned.shape is not None]
-        if len(shapes) > 1 and (ranks := _find_unusual_ranks(shapes)):
-            usual = next(shape for rank, shape in shapes if rank not in ranks)
-            rank_shape = dict(shapes)[ranks[0]]
-            assert rank_shape is not None
-            assert usual is not None
-            return ScheduleDifference(
-                kind="shapes",
-                number=number,
-                ranks=ranks,
-                text=f"{_format_ranks(ranks)} {_has(ranks)} {rank_shape[0]} rows of {rank_shape[1]}, "
-                f"and others {usual[0]} of {usual[1]}",
-                remedy="pad to the longest row of all ranks before tensors are gathered (accelerate: "
-                "pad_across_processes), and drop or fill batches of fewer rows",
-                exception="collectives of weights and gradients alone meet whatever the rows are",
-            )
-    return None
+    number, (ranks, shape, usual) = found
+    return ScheduleDifference(
+        kind="shapes",
+        number=number,
+        ranks=ranks,
+        text=f"{_format_ranks(ranks)} {_has(ranks)} {shape[0]} rows of {shape[1]}, and others {usual[0]} of {usual[1]}",
+        remedy="pad to the longest row of all ranks before tensors are gathered (accelerate: "
+        "pad_across_processes), and drop or fill batches of fewer rows",
+        exception="collectives of weights and gradients alone meet whatever the rows are",
+    )
 
 
 def _pads_across_ranks(schedule: Schedule) -> bool:
