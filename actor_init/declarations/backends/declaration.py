@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Protocol
 
 from actor_init.declarations.optimizers import OPTIMIZERS
+from actor_init.declarations.optimizers.declaration import OptimizerOptions
 from actor_init.option_words import Compile, Dtype, TpPlan
 
 
@@ -22,7 +23,7 @@ class ParallelSettings(Protocol):
     def sequence_parallel(self) -> bool: ...
 
 
-class ActorSettings(Protocol):
+class ActorSettings(OptimizerOptions, Protocol):
     """The fields of an ActorSpec that declarations read.
 
     ActorSpec takes its choices and its help from the declarations, so they cannot import it: that would be a circle.
@@ -42,18 +43,6 @@ class ActorSettings(Protocol):
     def optimizer(self) -> str: ...
     @property
     def has_optimizer(self) -> bool: ...
-    @property
-    def base_rate(self) -> float: ...
-    @property
-    def weight_decay(self) -> float | None: ...
-    @property
-    def beta1(self) -> float | None: ...
-    @property
-    def beta2(self) -> float | None: ...
-    @property
-    def eps(self) -> float | None: ...
-    @property
-    def momentum(self) -> float | None: ...
     @property
     def num_accumulated(self) -> int: ...
     @property
