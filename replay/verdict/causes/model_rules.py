@@ -21,7 +21,7 @@ from replay.verdict.causes.evidence import CauseEvidence, CauseRule, name_time
 from replay.verdict.dropout_masks import JOB_IN_EVAL_MODE, MASKS
 from replay.verdict.findings import FindingStatus
 from replay.verdict.model_facts import BUFFER_DTYPE, OTHER_TEXT, ModelDifference, ModelDifferenceKind
-from replay.verdict.outcomes import PassVerdict
+from replay.verdict.outcomes import Outcome, PassVerdict
 from replay.verdict.pass_values import MISSING_GRADIENT, MOVED, NOTED_LOSS, OPTIMIZER_STATE
 
 Kind = ModelDifferenceKind
@@ -265,6 +265,18 @@ def find_unstated_difference(evidence: CauseEvidence) -> Cause | None:
             sureness=Sureness.MAY_BE,
             sentence=f"{wrong[0].doubt}, {name_time(first)}",
             try_next="--loss with the job's objective; or labels and recorder.note(loss=...) in the job",
+            explains=ALL_FINDINGS,
+        )
+    weights = (compared.weights.doubt for compared in evidence.passes if compared.record.index == first.index)
+    doubt = next((doubt for doubt in weights if doubt is not None), None)
+    if evidence.is_forward_wrong and first.outcome is Outcome.UNSETTLED and doubt is not None:
+        # The recording does say why: a replay on weights that are not known to be the job's proves nothing.
+        what, _, advice = doubt.partition(". Try: ")
+        return Cause(
+            name=CauseName.OTHER_WEIGHTS,
+            sureness=Sureness.MAY_BE,
+            sentence=f"{what}, so the weights may be other ones, {name_time(first)}",
+            try_next=advice or "weights that the job had before this pass, and samples of all its parameters",
             explains=ALL_FINDINGS,
         )
     if evidence.is_forward_wrong:

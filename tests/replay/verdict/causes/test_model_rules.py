@@ -381,6 +381,26 @@ def test_what_is_left_where_nothing_is_stated() -> None:
     assert find_unstated_difference(make_forward_evidence()) is None
 
 
+@pytest.mark.parametrize("outcome", [Outcome.UNSETTLED, Outcome.DIFFERS])
+@pytest.mark.parametrize("doubt", ["the adapter is not built. Try: --adapter FOLDER", "of one no sample", None])
+def test_weights_in_doubt_may_be_others_where_that_leaves_the_forward_unsettled(
+    doubt: str | None, outcome: Outcome
+) -> None:
+    gradients = draw_gradients()
+    [compared] = make_window([gradients], gradients)
+    compared = replace(compared, weights=replace(compared.weights, doubt=doubt))
+    evidence = make_forward_evidence(LOSS)
+    verdict = replace(evidence.verdicts[0], outcome=outcome)
+    cause = find_unstated_difference(replace(evidence, passes=[compared], verdicts=[verdict]))
+    assert cause is not None
+    is_named = doubt is not None and outcome is Outcome.UNSETTLED
+    name = CauseName.OTHER_WEIGHTS if is_named else CauseName.MODEL_CODE
+    assert (cause.name, cause.sureness) == (name, Sureness.MAY_BE)
+    if is_named and doubt is not None:
+        assert cause.sentence.startswith(doubt.partition(". Try: ")[0])
+        assert (cause.try_next == "--adapter FOLDER") is ("adapter" in doubt)
+
+
 @pytest.mark.parametrize(
     ("doubts", "name"), [(["odd", "odd"], CauseName.OBJECTIVE), (["odd", None], CauseName.MODEL_CODE)]
 )
