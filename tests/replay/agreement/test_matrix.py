@@ -129,7 +129,8 @@ def test_the_first_cells_of_a_full_matrix_hold_every_pair_of_values() -> None:
 
 
 def test_wherever_a_full_matrix_is_broken_off_each_value_was_seen_about_as_often() -> None:
-    settings = read_settings("full", 4)
+    # Each second one, in which all values are: ordering takes as the square of their number.
+    settings = read_settings("full", 4)[::2]
     ordered, _ = order_by_pairs(settings)
     for option, values in (("backend", ("deepspeed", "fsdp2")), ("tp", (1, 2, 4)), ("zero_stage", (0, 1, 2, 3))):
         seen = Counter(setting.get(option) for setting in ordered[:200])
