@@ -56,6 +56,7 @@ def test_three_steps_are_those_of_the_class_itself(word: str) -> None:
         assert torch.equal(found[name], weight) or torch.cuda.is_available(), name
 
 
+@pytest.mark.slow
 def test_in_shards_of_two_ranks_each_family_steps_as_on_whole_parameters() -> None:
     words = ["adamw", "adam", "sgd", "adafactor", "transformers-adafactor", "muon"]
     said = run_ranks(["-m", "tests.actor_init.optimizers.step_worker", *words], 2)

@@ -124,6 +124,7 @@ def test_the_state_of_bitsandbytes_in_32_bits_is_that_of_adamw() -> None:
     assert set(assigned.by_name["head.weight"]) == {"exp_avg", "exp_avg_sq", "step"}
 
 
+@pytest.mark.slow
 def test_in_shards_of_two_ranks_a_state_goes_on_as_it_would_have(tmp_path: Path) -> None:
     words = ["adamw", "adafactor", "transformers-adafactor", "muon"]
     said = run_ranks(["-m", "tests.actor_init.optimizers.state_worker", str(tmp_path), *words], 2)

@@ -136,6 +136,7 @@ def test_documents_whose_positions_go_on_stay_apart_and_keep_them(world: World) 
     torch.testing.assert_close(found_BA[mask_BA], expected_BA[mask_BA], rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_two_ranks_of_a_ring_refuse_what_they_would_do_wrong() -> None:
     families = ["llama", "gemma3_text", "afmoe", "llama4_text", "mamba"]
     output = run_ranks(["-m", "benchmarks", "packing_families", "--ring", "--only", *families], 2)

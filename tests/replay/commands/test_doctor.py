@@ -111,6 +111,7 @@ def test_an_import_that_breaks_is_a_line(
     assert ("built for another torch" in check.advice) == ("undefined" in source)
 
 
+@pytest.mark.slow
 def test_ring_flash_attn_is_imported_as_a_replay_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gone = "from transformers.modeling_flash_attention_utils import is_flash_attn_greater_or_equal_2_10"
     make_package(tmp_path, "ring_flash_attn", gone)

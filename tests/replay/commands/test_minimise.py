@@ -422,6 +422,7 @@ def test_a_difference_in_one_of_eight_rows_is_cut_to_that_row(tmp_path: Path, ca
     assert read_call(path).tensors["input_ids"].tolist() == [ids_BS[5].tolist()]
 
 
+@pytest.mark.slow
 def test_a_failure_of_one_rank_keeps_both(tmp_path: Path, capsys: Captured) -> None:
     inputs, usual = tmp_path / "inputs", usual_inputs(tmp_path / "usual")
     inputs.mkdir()

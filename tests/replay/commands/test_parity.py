@@ -397,6 +397,7 @@ def small_model(tmp_path: Path) -> list[str]:
     return ["--inputs", str(tmp_path / "in"), "--model", str(tmp_path / "config.json")]
 
 
+@pytest.mark.slow
 def test_real_runs_agree(tmp_path: Path, in_process: None, capsys: Captured) -> None:
     assert typed(tmp_path, *small_model(tmp_path)) == 0, capsys.readouterr().out
     log = ParityLog.read(folder_in(tmp_path))

@@ -111,6 +111,7 @@ def test_a_rank_that_is_slow_and_goes_on_ends_no_run(tmp_path: Path) -> None:
     assert run_of(tmp_path)["status"] == "finished"
 
 
+@pytest.mark.slow
 def test_a_rank_that_stands_behind_its_last_pass_is_named(tmp_path: Path) -> None:
     """Such as one whose output nobody reads. The other has met nobody at the end, and no collective tells."""
     launcher = f"{warm_bin()}/torchrun --standalone --nproc-per-node 2 -m tests.helpers.faulty_replay blocked end 0"
@@ -144,6 +145,7 @@ def test_a_rank_that_is_stopped_is_ended_without_a_launcher(tmp_path: Path) -> N
     assert processes_left(str(tmp_path), LIMIT) == []
 
 
+@pytest.mark.slow
 def test_a_network_that_breaks_is_no_rank_s_failure(tmp_path: Path) -> None:
     launcher = (
         f"{warm_bin()}/torchrun --standalone --nproc-per-node 2 -m tests.helpers.faulty_replay network_cut forward 1"
