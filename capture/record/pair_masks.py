@@ -84,7 +84,7 @@ def read_pair_mask(mask: Tensor, ids_BS: Tensor, *, takes_positions: bool) -> Pa
     columns_S = torch.arange(num_tokens, device=mask.device, dtype=torch.int32)
     real_BS = sees_BSS.diagonal(dim1=1, dim2=2)
     # The first of several that are the largest.
-    first_BS = sees_BSS.to(torch.uint8).argmax(dim=-1)
+    first_BS = sees_BSS.view(torch.uint8).argmax(dim=-1)
     causal_BSS = (columns_S >= first_BS[..., None]) & (columns_S <= columns_S[:, None]) & real_BS[:, None]
     # What padding sees reaches no other token.
     are_causal = ((sees_BSS == causal_BSS) | ~real_BS[..., None]).all()

@@ -337,7 +337,11 @@ class SnapshotMaker:
         if self._ids_BS is None or self._ids_BS.ndim != 2:
             return None
         takes_positions = "position_ids" in self._signature.parameters
-        return read_pair_mask(mask, self._ids_BS, takes_positions=takes_positions)
+        try:
+            return read_pair_mask(mask, self._ids_BS, takes_positions=takes_positions)
+        except torch.cuda.OutOfMemoryError:
+            # It takes a few bytes for each pair, which a job near its limit may not have before a forward.
+            return None
 
     def end_pass(self) -> PassEnd:
         """Read what is left for the end of the latest pass."""

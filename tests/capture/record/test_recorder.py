@@ -235,6 +235,21 @@ def test_a_mask_of_pairs_of_tokens_is_said_once_and_counted(dtype: torch.dtype, 
     assert count_not_recorded(tmp_path) == {"given an attention mask of pairs of tokens": 2}
 
 
+def test_a_mask_of_pairs_that_no_memory_is_left_for_ends_no_recording(
+    monkeypatch: pytest.MonkeyPatch, caught: list[warnings.WarningMessage], tmp_path: Path
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise torch.cuda.OutOfMemoryError("no memory")
+
+    monkeypatch.setattr(capture.record.snapshot, "read_pair_mask", fail)
+    model = TinyModel()
+    with recording(model, tmp_path) as recorder:
+        model(IDS_BS, attention_mask=torch.ones(2, 1, 4, 4, dtype=torch.bool).tril())
+        model(IDS_BS)
+    assert (recorder.num_written, recorder.num_skipped, recorder.failure) == (1, 1, None)
+    assert "mask of pairs" in str(caught[0].message)
+
+
 def test_a_causal_mask_of_pairs_is_recorded_as_the_mask_of_the_tokens(tmp_path: Path) -> None:
     model = TinyModel()
     real_BS = torch.tensor([[True, True, True, False], [True, True, True, True]])
