@@ -49,6 +49,8 @@ WORLDS = {
     "tp": [name for name in STRATEGIES if "tp" in name],
 }
 ALONE = [(world, name) for world, names in WORLDS.items() for name in names]
+# What data ranks save in fp32 is looked at once, after steps; all else also as it was opened, and replayed again.
+TWICE = [(world, name) for world, name in ALONE if world != "2" or "bf16" in name]
 # States that are saved in one world and loaded in another: world and strategy of both.
 MOVES = [
     *[("2", f"deepspeed {stage}", "1", f"deepspeed {stage}") for stage in range(4)],
@@ -116,8 +118,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
         commands = []
         for name in names:
             model, opened, first = (runs.folder(kind, world, name) for kind in ("trained", "opened", "state"))
+            if (world, name) in TWICE:
+                commands.append(runs.command("opened", world, name, f"--max-inputs 1 --save-model {opened}"))
             commands += [
-                runs.command("opened", world, name, f"--max-inputs 1 --save-model {opened}"),
                 runs.command("whole", world, name, f"{TRAINING} --max-inputs 6 --save-state {first}-6"),
                 runs.command(
                     "first", world, name, f"{TRAINING} --max-inputs 3 --save-model {model} --save-state {first}"
@@ -130,8 +133,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
             state, last = runs.folder("state", world, name), runs.folder("last", world, name)
             going_on = f"{TRAINING} --skip-inputs 3 --max-inputs 3 --load-state {state} --save-state {last}"
             commands.append(runs.command("second", world, name, going_on))
-            again = f"--skip-inputs 3 --max-inputs 1 --model {runs.folder('trained', world, name)}"
-            commands.append(runs.command("again", world, name, again))
+            if (world, name) in TWICE:
+                again = f"--skip-inputs 3 --max-inputs 1 --model {runs.folder('trained', world, name)}"
+                commands.append(runs.command("again", world, name, again))
         for first_world, saver, _, loader in [move for move in MOVES if move[2] == world]:
             going_on = (
                 f"{TRAINING} --skip-inputs 3 --max-inputs 3 --load-state {runs.folder('state', first_world, saver)}"
@@ -166,7 +170,7 @@ def list_numbers(records: list[PassRecord]) -> list[tuple[int, str, float | None
     return [(record.rank, record.source, record.result.loss, record.result.grad_norm) for record in records]
 
 
-@pytest.mark.parametrize(("world", "strategy"), ALONE)
+@pytest.mark.parametrize(("world", "strategy"), TWICE)
 def test_a_model_saved_as_it_was_opened_has_the_very_same_tensors(world: str, strategy: str, runs: Runs) -> None:
     saved = opened_by_transformers(runs.folder("opened", world, strategy))
     expected = opened_by_transformers(runs.model_of(strategy))
@@ -206,7 +210,7 @@ def test_going_on_is_as_if_it_had_never_stopped(world: str, strategy: str, runs:
     assert halfway["next_learning_rate"] == pytest.approx(LEARNING_RATE * 3 / WARMUP_STEPS)
 
 
-@pytest.mark.parametrize(("world", "strategy"), ALONE)
+@pytest.mark.parametrize(("world", "strategy"), TWICE)
 def test_a_saved_model_replays_to_the_losses_of_the_actor_that_saved_it(world: str, strategy: str, runs: Runs) -> None:
     whole = [record.result.loss for record in runs.records("whole", world, strategy) if record.index == 3]
     assert [record.result.loss for record in runs.records("again", world, strategy)] == whole
