@@ -55,7 +55,8 @@ class Backend(Protocol):
         ...
 
     def end_window(self, *, step: bool, settings: StepSettings | None = None) -> float:
-        """End an accumulation window after its last backward: step if `step`, and clear the gradients.
+        """End an accumulation window after its last backward: take the norm, clip and step if `step`, and clear the
+        gradients.
 
         settings  of this step, which may leave it out; None: as the spec says
 

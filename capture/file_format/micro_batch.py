@@ -53,6 +53,11 @@ class Origin:
     model_name: str | None = None
     versions: Mapping[str, str] = field(default_factory=dict)
 
+    @property
+    def forward_number(self) -> int | None:
+        """The number of the forward, which the file's format calls `step`."""
+        return self.step
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MicroBatch:

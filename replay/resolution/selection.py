@@ -202,7 +202,7 @@ class CaptureReader:
             capture=file,
             trains=batch.trains,
             rank=batch.origin.rank,
-            forward_number=batch.origin.step,
+            forward_number=batch.origin.forward_number,
             world_size=batch.origin.world_size,
             num_tokens=num_tokens,
             optimizer_step=call.optimizer_step,
@@ -219,7 +219,7 @@ def _describe_job_pass(call: Call, batch: MicroBatch, num_tokens: int) -> JobPas
     divisor = read_divisor(call)
     return JobPass(
         rank=call.origin.rank or 0,
-        forward=call.origin.step,
+        forward=call.origin.forward_number,
         world_size=call.origin.world_size or 1,
         num_steps_before=call.optimizer_step,
         step=None if call.step is None else call.step.drop_elements(),

@@ -285,9 +285,9 @@ class AllocationHistoryMarker(PassObserver):
         self._model = model
 
     def before_phase(self, phase: RankPhase) -> None:
-        if phase is RankPhase.WAITING:
+        if phase is RankPhase.WAITING_FOR_RANKS:
             self._history.note_forward_end()
-        elif phase is RankPhase.DEVICE_WAIT:
+        elif phase is RankPhase.DEVICE_SYNC:
             self._history.note_phases_end()
 
     def after_backward(self) -> None:

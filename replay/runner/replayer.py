@@ -56,6 +56,7 @@ from replay.runner.run_pass import (
     PassInputs,
     PassObserver,
     PassOutcome,
+    StepTiming,
     WindowEnd,
     prepare_actor_inputs,
     run_pass,
@@ -384,7 +385,7 @@ class Replayer:
             else None,
             sketch=GradientSketcher(backend, folder, index, self.world) if folder is not None else None,
             loss_check=LossCheck(self.non_finite_search.is_needed_for_loss, self._search_before_step)
-            if inputs.has_measured_step
+            if inputs.step_timing is StepTiming.MEASURED
             else None,
         )
 
@@ -423,8 +424,7 @@ class Replayer:
             loss_weight=self._choose_loss_weight(index, recorded),
             window_factor=self.window.usual_size / self.window.size,
             window_end=window_end,
-            # `origin.step` counts forwards, not steps.
-            untrained=self.source.find_frozen_at(call.origin.step),
+            frozen=self.source.find_frozen_at(call.origin.forward_number),
             random_states=call.random,
             captured_row_length=batch.sequences_BS.shape[1],
             has_reversed_rows=has_reversed_rows,

@@ -59,6 +59,19 @@ class WindowEnd(Enum):
     INCOMPLETE = auto()
 
 
+class StepTiming(Enum):
+    """Whether the optimizer steps at the end of a whole window, and whether the clock runs then.
+
+    NONE        no step
+    MEASURED    a step was asked for: it is a measured part of the pass
+    UNMEASURED  nobody asked for a step: the optimizer steps as the job did, after the clock has stopped
+    """
+
+    NONE = auto()
+    MEASURED = auto()
+    UNMEASURED = auto()
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PassInputs:
     """A micro-batch laid out on the device, and what a pass does with it.
@@ -72,10 +85,8 @@ class PassInputs:
     window_factor        a further factor: the usual number of passes in a window, divided by the number in this one.
                          The backend divides by the usual number, whatever the window has
     window_end           whether an accumulation window ends with this pass, and whether it is whole
-    untrained            names of parameters that get no gradient in this window, as the job did not train them then
-    has_measured_step    a step was asked for: it is a measured part of this pass; only at the end of a whole window
-    has_unmeasured_step  nobody asked for a step: the optimizer steps as the job did, when the clock has stopped; only
-                         at the end of a whole window
+    frozen               names of parameters that get no gradient in this window, as the job did not train them then
+    step_timing          whether the optimizer steps, and when; NONE unless a whole window ends
     step_settings        settings of the optimizer in that step; None: as the spec says
     random_states        what the random generators are set to before the forward; empty: they are left as they are
     captured_row_length  tokens in a row of the capture, including padding
@@ -92,9 +103,8 @@ class PassInputs:
     loss_weight: float = 1.0
     window_factor: float = 1.0
     window_end: WindowEnd = WindowEnd.NONE
-    untrained: frozenset[str] = frozenset()
-    has_measured_step: bool = False
-    has_unmeasured_step: bool = False
+    frozen: frozenset[str] = frozenset()
+    step_timing: StepTiming = StepTiming.NONE
     step_settings: StepSettings | None = None
     random_states: RandomStates = field(default_factory=RandomStates)
     captured_row_length: int
@@ -288,10 +298,10 @@ def run_pass(
 
     With a clock, the ranks wait for each other and start it together. The forward computes log-probs and the loss; then
     with a clock all ranks wait for the slowest, so that the backward is not charged for that. The backward adds to the
-    gradient of the window. With `has_measured_step`, the step is measured. Otherwise a window that ends is ended after
-    the clock has stopped: its gradient norm is read, with `has_unmeasured_step` the optimizer steps, and the gradients
-    are cleared. At the end of a window that lacks a pass they are cleared, and no more. Before each phase, after
-    forward and backward, before a measured step, and once the clock has stopped the observers have their turn.
+    gradient of the window. A MEASURED step is a phase of the pass. Otherwise the window's end (norm, step if any,
+    clearing) runs unmeasured, after the clock has stopped. At the end of a window that lacks a pass the gradients are
+    cleared, and no more. Before each phase, after forward and backward, before a measured step, and once the clock has
+    stopped the observers have their turn.
 
     clock      measures the pass; None: the pass is not measured
     observers  look at the pass; the same ones in the same order on every rank
@@ -305,10 +315,10 @@ def run_pass(
         with (
             notifier.follow_pass(inputs),
             torch.set_grad_enabled(inputs.builds_graph),
-            _steer_routers(backend, inputs) as routers,
+            _steer_routers(backend, inputs) as router_states,
         ):
             clock.wait_for_all_ranks()
-            # From the job's random states dropout draws the job's masks.
+            # With the job's random states restored, dropout draws the same masks.
             if inputs.random_states:
                 restore_random_states(inputs.random_states)
 
@@ -318,40 +328,42 @@ def run_pass(
                 log_probs_BA = backend.forward(inputs.actor_inputs, train_mode=inputs.train_mode)
                 loss = inputs.compute_loss(log_probs_BA)
                 term = inputs.router_loss_term
-                router_loss = None if term is None else term.compute(routers)
+                router_loss = None if term is None else term.compute(router_states)
                 if router_loss is not None:
                     loss = loss + router_loss
             notifier.after_forward(log_probs_BA, loss)
 
-            notifier.before_phase(RankPhase.WAITING)
+            notifier.before_phase(RankPhase.WAITING_FOR_RANKS)
             clock.wait_for_slowest_rank()
 
             if inputs.runs_backward:
                 notifier.before_phase(RankPhase.BACKWARD)
                 with clock.measure("backward"):
-                    # A weight of 1 is left out: a product would launch one more CUDA kernel in a measured phase.
+                    # A factor of 1 is left out: a product would launch one more CUDA kernel in a measured phase.
                     factor = inputs.loss_weight * inputs.window_factor
                     backend.backward(loss if factor == 1 else loss * factor)
-            if inputs.window_end is WindowEnd.WHOLE and inputs.untrained:
-                drop_gradients(backend.model, inputs.untrained)
+            if inputs.window_end is WindowEnd.WHOLE and inputs.frozen:
+                drop_gradients(backend.model, inputs.frozen)
             notifier.after_backward()
 
-            if inputs.has_measured_step:
+            if inputs.step_timing is StepTiming.MEASURED:
                 notifier.before_step(loss)
                 notifier.before_phase(RankPhase.STEP)
                 with clock.measure("step"):
+                    # Takes the norm, clips, steps and clears the gradients.
                     grad_norm = backend.end_window(step=True, settings=inputs.step_settings)
 
-            notifier.before_phase(RankPhase.DEVICE_WAIT)
+            notifier.before_phase(RankPhase.DEVICE_SYNC)
             cost = clock.stop()
             notifier.after_measurement()
-            flips = collect_flips(routers)
+            flips = collect_flips(router_states)
 
-            notifier.before_phase(RankPhase.ENDING)
+            notifier.before_phase(RankPhase.WINDOW_END)
             # A job never ends a window without a step, so the time of such an end says nothing. Neither that end nor a
             # step that nobody asked for is measured.
-            if inputs.window_end is WindowEnd.WHOLE and not inputs.has_measured_step:
-                grad_norm = backend.end_window(step=inputs.has_unmeasured_step, settings=inputs.step_settings)
+            if inputs.window_end is WindowEnd.WHOLE and inputs.step_timing is not StepTiming.MEASURED:
+                steps = inputs.step_timing is StepTiming.UNMEASURED
+                grad_norm = backend.end_window(step=steps, settings=inputs.step_settings)
             elif inputs.window_end is WindowEnd.INCOMPLETE:
                 backend.end_window(step=False)
         return PassOutcome(
@@ -387,8 +399,7 @@ def run_pass_again(
         # stay: it only scales the gradient, which is cleared and whose norm nobody reads.
         loss_weight=1.0,
         window_end=WindowEnd.WHOLE if inputs.runs_backward else WindowEnd.NONE,
-        has_measured_step=False,
-        has_unmeasured_step=False,
+        step_timing=StepTiming.NONE,
     )
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         return run_pass(backend, alone, clock, observers)

@@ -20,7 +20,7 @@ from capture.file_format.optimizer_step import ParameterSamples
 from replay.options.resolved import ResolvedReplay
 from replay.output.text import Pairs, format_gibibytes, pluralise
 from replay.runlog.records import CostSection
-from replay.runner.run_pass import PassInputs, WindowEnd
+from replay.runner.run_pass import PassInputs, StepTiming, WindowEnd
 from replay.verdict.gradient_samples import copy_elements, fetch_together
 from replay.verdict.pass_values import SteppedSample
 from replay.verdict.weight_check import WeightChecker
@@ -68,13 +68,14 @@ class StepFollower:
             return inputs
         settings = self.spec.step_settings.get(index)
         if not self.spec.steps_unasked:
-            return replace(inputs, has_measured_step=True, step_settings=settings)
+            return replace(inputs, step_timing=StepTiming.MEASURED, step_settings=settings)
         if settings is None or self.why_stopped:
             return inputs
         if not self.num_steps and (why := self._explain_lack_of_memory()) is not None:
             self.why_stopped = why
             return inputs
-        return replace(inputs, has_unmeasured_step=True, step_settings=replace(settings, needs_finite=True))
+        settings = replace(settings, needs_finite=True)
+        return replace(inputs, step_timing=StepTiming.UNMEASURED, step_settings=settings)
 
     def stop(self, why: str) -> None:
         """Follow no more of the job's steps."""
@@ -82,11 +83,11 @@ class StepFollower:
 
     def note_pass(self, inputs: PassInputs, backend: Backend) -> None:
         """Note what the optimizer did in a pass that succeeded."""
-        if not (inputs.has_measured_step or inputs.has_unmeasured_step):
+        if inputs.step_timing is StepTiming.NONE:
             return
         num_steps = backend.progress().num_steps - (self._first_num_steps or 0)
         self.has_stepped, self.num_steps = num_steps > self.num_steps, num_steps
-        if not inputs.has_unmeasured_step:
+        if inputs.step_timing is StepTiming.MEASURED:
             return
         self.num_taken += self.has_stepped
         self.state_bytes = backend.count_state_bytes()

@@ -107,7 +107,7 @@ class Claim:
 class RecordedPass:
     """What one rank of the job recorded of one pass.
 
-    forward_number    the number of the forward in the job; `origin.step` of its capture
+    forward_number    the number of the forward in the job
     num_frozen        how many parameters the job did not train
     dtypes            all that the job is known to have computed in; none where it is not known
     environment       versions of libraries, and settings such as the device
@@ -157,7 +157,7 @@ def read_recorded_pass(
     """
     return RecordedPass(
         rank=call.origin.rank,
-        forward_number=call.origin.step,
+        forward_number=call.origin.forward_number,
         world_size=call.origin.world_size,
         trains=call.trains,
         claims=[

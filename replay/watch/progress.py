@@ -23,18 +23,18 @@ class RankPhase(StrEnum):
 
     They are in the order in which a rank goes through them.
 
-    In DEVICE_WAIT a rank on CUDA waits for all that the phases before have queued on the device.
+    In DEVICE_SYNC a rank on CUDA waits for all that the phases before have queued on the device.
     """
 
     OPENING = "opening the actor"
     READING = "reading"
     STARTING = "waiting to start"
     FORWARD = "forward"
-    WAITING = "waiting after forward"
+    WAITING_FOR_RANKS = "waiting after forward"
     BACKWARD = "backward"
     STEP = "step"
-    DEVICE_WAIT = "waiting for the device"
-    ENDING = "ending the pass"
+    DEVICE_SYNC = "waiting for the device"
+    WINDOW_END = "ending the pass"
     GATHERING = "gathering the records"
     SEARCHING_NON_FINITE = "looking for what is not finite"
     RERUNNING = "running a slow pass again"

@@ -24,7 +24,7 @@ from actor_init.world import World
 from capture.file_format.micro_batch import IGNORED_LABEL, MicroBatch
 from replay.objective.objective import compute_negated_mean
 from replay.runner.observers import PositionMarker
-from replay.runner.run_pass import PassInputs, PassObserver, WindowEnd, prepare_actor_inputs, run_pass
+from replay.runner.run_pass import PassInputs, PassObserver, StepTiming, WindowEnd, prepare_actor_inputs, run_pass
 from replay.watch.progress import Tracker
 
 
@@ -142,7 +142,7 @@ class UntimedActor:
                 runs_backward=True,
                 loss_weight=share,
                 window_end=WindowEnd.WHOLE if is_last else WindowEnd.NONE,
-                has_measured_step=is_last and steps,
+                step_timing=StepTiming.MEASURED if is_last and steps else StepTiming.NONE,
                 captured_row_length=batch.sequences_BS.shape[1],
             )
             observers = [PositionMarker(self.tracker), *([reader] if reader is not None and is_last else [])]

@@ -29,6 +29,7 @@ from replay.runner.run_pass import (
     PassInputs,
     PassObserver,
     PassOutcome,
+    StepTiming,
     WindowEnd,
     run_pass,
     run_pass_again,
@@ -185,7 +186,7 @@ def test_a_step_is_measured_and_all_that_is_looked_at_is_not(events: list[str], 
     number = count_tokens(inputs)
     outcome = run_pass(
         backend,
-        replace(inputs, has_measured_step=True, loss_weight=0.5),
+        replace(inputs, step_timing=StepTiming.MEASURED, loss_weight=0.5),
         Clock(events),
         [Marker(events), PausingObserver(events, backend)],
     )
@@ -200,7 +201,7 @@ def test_a_step_is_measured_and_all_that_is_looked_at_is_not(events: list[str], 
         "pause",
         f"sees loss {2 * number}",
         "go on",
-        "at waiting",
+        "at waiting_for_ranks",
         "wait",
         "at backward",
         "backward begins",
@@ -216,10 +217,10 @@ def test_a_step_is_measured_and_all_that_is_looked_at_is_not(events: list[str], 
         "step begins",
         "step",
         "step ends",
-        "at device_wait",
+        "at device_sync",
         "stop",
         "reads counters",
-        "at ending",
+        "at window_end",
         "closed: None",
     ]
     assert (outcome.loss.item(), outcome.grad_norm, outcome.cost.seconds) == (2.0 * number, number / 2, 1.0)
@@ -267,7 +268,7 @@ def test_a_pass_that_fails_closes_its_observers_with_the_error(
     with pytest.raises(RuntimeError, match=f"the {phase} failed"):
         run_pass(
             backend,
-            replace(inputs, has_measured_step=True),
+            replace(inputs, step_timing=StepTiming.MEASURED),
             Clock(events),
             [Marker(events), PausingObserver(events, backend)],
         )
@@ -301,7 +302,9 @@ def test_whatever_breaks_a_pass_off_its_observers_are_closed_and_its_logits_drop
 ) -> None:
     backend: Any = Backend(events)
     kept, logits = keep_logits()
-    inputs = replace(inputs, has_measured_step=True, actor_inputs=replace(inputs.actor_inputs, kept_logits=kept))
+    inputs = replace(
+        inputs, step_timing=StepTiming.MEASURED, actor_inputs=replace(inputs.actor_inputs, kept_logits=kept)
+    )
     with pytest.raises(type(error)):
         run_pass(backend, inputs, Clock(events), [Marker(events), Fails(method, error)])
     shown = [event for event in events if not event.startswith("at ")]
@@ -329,7 +332,7 @@ def run_window(events: list[str], inputs: PassInputs, **changes: Any) -> tuple[P
 
 def test_a_step_that_nobody_asked_for_is_taken_behind_the_clock(events: list[str], inputs: PassInputs) -> None:
     settings = StepSettings(groups=())
-    outcome, _ = run_window(events, inputs, has_unmeasured_step=True, step_settings=settings)
+    outcome, _ = run_window(events, inputs, step_timing=StepTiming.UNMEASURED, step_settings=settings)
     assert events[-2:] == ["stop", "step at ()"]
     assert outcome.grad_norm == count_tokens(inputs)
 
@@ -342,7 +345,7 @@ def test_a_window_that_lacks_a_pass_is_cleared_and_has_no_norm(events: list[str]
 
 
 @pytest.mark.parametrize(
-    ("untrained", "end", "norm"),
+    ("frozen", "end", "norm"),
     [
         ({"weight"}, WindowEnd.WHOLE, 0.0),
         ({"weight"}, WindowEnd.NONE, None),
@@ -351,9 +354,9 @@ def test_a_window_that_lacks_a_pass_is_cleared_and_has_no_norm(events: list[str]
     ],
 )
 def test_what_the_job_did_not_train_has_no_gradient_at_the_windows_end(
-    untrained: set[str], end: WindowEnd, norm: float | None, events: list[str], inputs: PassInputs
+    frozen: set[str], end: WindowEnd, norm: float | None, events: list[str], inputs: PassInputs
 ) -> None:
-    outcome, _ = run_window(events, inputs, window_end=end, untrained=frozenset(untrained))
+    outcome, _ = run_window(events, inputs, window_end=end, frozen=frozenset(frozen))
     assert outcome.grad_norm == (None if norm is None else norm * count_tokens(inputs))
 
 
@@ -383,8 +386,7 @@ def test_a_pass_that_runs_again_steps_nothing_and_draws_nothing(events: list[str
         inputs,
         compute_loss=draw,
         window_end=WindowEnd.INCOMPLETE,
-        has_measured_step=True,
-        has_unmeasured_step=True,
+        step_timing=StepTiming.MEASURED,
         loss_weight=0.5,
     )
     outcome = run_pass_again(backend, again, torch.device("cpu"))
@@ -465,7 +467,10 @@ def test_the_check_of_the_loss_before_a_step_is_in_no_pass_s_seconds(events: lis
 
     backend: Any = Backend(events)
     run_pass(
-        backend, replace(inputs, has_measured_step=True), Clock(events), [LossCheck(is_needed, lambda inputs: None)]
+        backend,
+        replace(inputs, step_timing=StepTiming.MEASURED),
+        Clock(events),
+        [LossCheck(is_needed, lambda inputs: None)],
     )
     begin = events.index("looks at the loss")
     assert events[begin - 1 : begin + 2] == ["pause", "looks at the loss", "go on"]

@@ -11,6 +11,7 @@ from actor_init.optimizer import StepSettings
 from actor_init.option_words import Dtype
 from capture.file_format.optimizer_step import Sample
 from replay.runlog.records import CostSection, PhaseCost
+from replay.runner.run_pass import PassInputs, StepTiming, WindowEnd
 from replay.runner.step_follower import StepFollower
 
 SETTINGS = StepSettings(groups=[{"lr": 0.5}])
@@ -40,7 +41,6 @@ def follow(*, unasked: bool = True, needed: int = 1, free: int | None = 100) -> 
 
 
 def run(follower: StepFollower, backend: CountingBackend, index: int, *, steps: bool = True) -> tuple[Any, CostSection]:
-    from replay.runner.run_pass import PassInputs, WindowEnd
 
     made = PassInputs(
         actor_inputs=cast(Any, None),
@@ -52,7 +52,7 @@ def run(follower: StepFollower, backend: CountingBackend, index: int, *, steps: 
         captured_row_length=1,
     )
     inputs = follower.plan_step(made, index, cast(Any, backend))
-    backend.num_steps += steps and (inputs.has_unmeasured_step or inputs.has_measured_step)
+    backend.num_steps += steps and (inputs.step_timing is not StepTiming.NONE)
     cost = follower.leave_out_state(COST)
     follower.note_pass(inputs, cast(Any, backend))
     return inputs, cost
@@ -61,10 +61,10 @@ def run(follower: StepFollower, backend: CountingBackend, index: int, *, steps: 
 def test_a_step_that_was_asked_for_is_a_part_of_its_pass() -> None:
     follower, backend = follow(unasked=False), CountingBackend()
     inputs, _ = run(follower, backend, 0)
-    assert (inputs.has_measured_step, inputs.has_unmeasured_step, inputs.step_settings) == (True, False, SETTINGS)
+    assert (inputs.step_timing, inputs.step_settings) == (StepTiming.MEASURED, SETTINGS)
     # Behind the job's steps it steps on.
     inputs, cost = run(follower, backend, 5)
-    assert (inputs.has_measured_step, inputs.step_settings, follower.num_steps) == (True, None, 2)
+    assert (inputs.step_timing, inputs.step_settings, follower.num_steps) == (StepTiming.MEASURED, None, 2)
     assert cost == COST
     assert follower.describe() == []
 
@@ -72,20 +72,20 @@ def test_a_step_that_was_asked_for_is_a_part_of_its_pass() -> None:
 def test_one_that_nobody_asked_for_is_none_and_its_state_is_in_no_peak() -> None:
     follower, backend = follow(), CountingBackend()
     inputs, cost = run(follower, backend, 0)
-    assert (inputs.has_measured_step, inputs.has_unmeasured_step) == (False, True)
+    assert inputs.step_timing is StepTiming.UNMEASURED
     assert inputs.step_settings == replace(SETTINGS, needs_finite=True)
     assert (cost, follower.has_stepped, follower.num_steps) == (COST, True, 1)
     _, cost = run(follower, backend, 1)
     assert (cost.phases["forward"].peak_allocated_bytes, cost.phases["forward"].allocated_bytes) == (800, 400)
     inputs, _ = run(follower, backend, 2)
-    assert (inputs.has_unmeasured_step, follower.has_stepped) == (False, False)
+    assert (inputs.step_timing, follower.has_stepped) == (StepTiming.NONE, False)
 
 
 def test_a_gradient_that_is_not_finite_ends_the_steps() -> None:
     follower, backend = follow(), CountingBackend()
     run(follower, backend, 0, steps=False)
     assert (follower.num_steps, follower.why_stopped) == (0, "the gradient of step 1 is not finite here")
-    assert not run(follower, backend, 1)[0].has_unmeasured_step
+    assert run(follower, backend, 1)[0].step_timing is StepTiming.NONE
 
 
 def test_behind_a_failed_pass_the_weights_are_those_of_the_beginning() -> None:
@@ -93,7 +93,7 @@ def test_behind_a_failed_pass_the_weights_are_those_of_the_beginning() -> None:
     run(follower, backend, 0)
     follower.forget("a pass failed")
     assert (follower.num_steps, follower.state_bytes) == (0, 0)
-    assert not run(follower, CountingBackend(), 1)[0].has_unmeasured_step
+    assert run(follower, CountingBackend(), 1)[0].step_timing is StepTiming.NONE
     assert "1 step" in follower.describe()[0][1]
     assert "a pass failed" in follower.describe()[0][1]
 
@@ -101,7 +101,8 @@ def test_behind_a_failed_pass_the_weights_are_those_of_the_beginning() -> None:
 @pytest.mark.parametrize(("needed", "free", "is_made"), [(60, 100, False), (50, 100, True), (60, None, True)])
 def test_a_state_that_leaves_too_little_memory_is_not_made(needed: int, free: int | None, is_made: bool) -> None:
     follower = follow(needed=needed, free=free)
-    assert run(follower, CountingBackend(), 0)[0].has_unmeasured_step is is_made
+    step_timing = run(follower, CountingBackend(), 0)[0].step_timing
+    assert step_timing is (StepTiming.UNMEASURED if is_made else StepTiming.NONE)
     assert ("Try: --step" in follower.why_stopped) is not is_made
 
 

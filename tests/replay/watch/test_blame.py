@@ -28,7 +28,7 @@ def make_sighting(
         idle_seconds=5.0,
         collectives=counts or {},
         num_unforeseen=unforeseen,
-        waits_for_device=not inside and phase is RankPhase.DEVICE_WAIT,
+        waits_for_device=not inside and phase is RankPhase.DEVICE_SYNC,
         in_collective=inside,
         collective_failed=failed,
         standing_at="torch/x.py:1 in wait",
@@ -41,7 +41,7 @@ CASES: dict[str, tuple[list[Sighting], tuple[int, ...]]] = {
         [
             make_sighting(0, RankPhase.READING, inside=False),
             make_sighting(1, answers=False, inside=False),
-            make_sighting(2, RankPhase.WAITING),
+            make_sighting(2, RankPhase.WAITING_FOR_RANKS),
         ],
         (1,),
     ),
@@ -93,8 +93,8 @@ CASES: dict[str, tuple[list[Sighting], tuple[int, ...]]] = {
         [
             make_sighting(0),
             make_sighting(1, inside=False),
-            make_sighting(2, RankPhase.WAITING),
-            make_sighting(3, RankPhase.WAITING),
+            make_sighting(2, RankPhase.WAITING_FOR_RANKS),
+            make_sighting(3, RankPhase.WAITING_FOR_RANKS),
         ],
         (1,),
     ),
@@ -133,23 +133,23 @@ CASES: dict[str, tuple[list[Sighting], tuple[int, ...]]] = {
     ),
     "one more than in any pass before, and all wait for their devices": (
         [
-            make_sighting(0, RankPhase.DEVICE_WAIT, counts={"0": 7}, inside=False),
-            make_sighting(1, RankPhase.DEVICE_WAIT, counts={"0": 8}, inside=False, unforeseen=1),
+            make_sighting(0, RankPhase.DEVICE_SYNC, counts={"0": 7}, inside=False),
+            make_sighting(1, RankPhase.DEVICE_SYNC, counts={"0": 8}, inside=False, unforeseen=1),
         ],
         (1,),
     ),
     "one more than in any pass before, and the other is stuck in an earlier phase": (
         [
             make_sighting(0, RankPhase.BACKWARD, counts={"0": 7}, inside=False),
-            make_sighting(1, RankPhase.DEVICE_WAIT, counts={"0": 8}, inside=False, unforeseen=1),
+            make_sighting(1, RankPhase.DEVICE_SYNC, counts={"0": 8}, inside=False, unforeseen=1),
         ],
         (1,),
     ),
     "one's collective failed, two more returned in the same phase": (
         [
-            make_sighting(0, RankPhase.WAITING, failed=True),
-            make_sighting(1, RankPhase.WAITING, counts={"0": 8}, inside=False),
-            make_sighting(2, RankPhase.WAITING, counts={"0": 9}, inside=False, unforeseen=1),
+            make_sighting(0, RankPhase.WAITING_FOR_RANKS, failed=True),
+            make_sighting(1, RankPhase.WAITING_FOR_RANKS, counts={"0": 8}, inside=False),
+            make_sighting(2, RankPhase.WAITING_FOR_RANKS, counts={"0": 9}, inside=False, unforeseen=1),
         ],
         (2,),
     ),
@@ -205,7 +205,7 @@ def test_where_it_cannot_be_told_nobody_is_named() -> None:
 
 def test_every_rank_has_a_line_with_its_input_and_phase() -> None:
     failure = report_hang(
-        [make_sighting(0, RankPhase.WAITING), make_sighting(1, inside=False)],
+        [make_sighting(0, RankPhase.WAITING_FOR_RANKS), make_sighting(1, inside=False)],
         "no progress for 120 s",
         advice=". Try: --timeout 600",
     )
