@@ -46,6 +46,7 @@ _ROUTES = " routes "
 # Why a pass cannot be replayed from its arguments.
 WITH_CACHE, IN_GRAPH = "given a cache of earlier tokens", "captured as a CUDA graph"
 WITH_MASK_OF_PAIRS = "given an attention mask of pairs of tokens"
+WITH_ADDED_MASK = f"{WITH_MASK_OF_PAIRS} as bool, which eager attention adds to the scores as 0 and 1"
 _MASK = "attention_mask"
 
 
@@ -291,6 +292,9 @@ class SnapshotMaker:
         to_copy, pair_mask = dict(arguments.tensors), None
         # A capture has a mask of the tokens alone, by which a replay makes that of the pairs.
         if _MASK in to_copy and to_copy[_MASK].ndim > 2:
+            # transformers hands such a mask on as it is: SDPA takes bool, and its eager attention hides nothing by it.
+            if to_copy[_MASK].dtype == torch.bool and self._model_settings.get("attention") == "eager":
+                return WITH_ADDED_MASK
             if (pair_mask := self._read_pair_mask(to_copy.pop(_MASK))) is None:
                 return WITH_MASK_OF_PAIRS
             to_copy[_PAIRS] = pair_mask.first_seen_BS

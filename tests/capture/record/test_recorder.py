@@ -235,6 +235,17 @@ def test_a_mask_of_pairs_of_tokens_is_said_once_and_counted(dtype: torch.dtype, 
     assert count_not_recorded(tmp_path) == {"given an attention mask of pairs of tokens": 2}
 
 
+def test_a_mask_of_pairs_as_bool_is_not_recorded_of_eager_attention(tmp_path: Path) -> None:
+    model: Any = TinyModel()
+    model.config._attn_implementation = "eager"
+    mask = torch.ones(2, 1, 4, 4, dtype=torch.bool).tril()
+    with pytest.warns(RuntimeWarning, match="which eager attention adds"), recording(model, tmp_path) as recorder:
+        model(IDS_BS, attention_mask=mask)
+    with recording(model, tmp_path / "added") as other:
+        model(IDS_BS, attention_mask=torch.zeros(2, 1, 4, 4).masked_fill(~mask, -torch.inf))
+    assert (recorder.num_written, other.num_written) == (0, 1)
+
+
 def test_a_mask_of_pairs_that_no_memory_is_left_for_ends_no_recording(
     monkeypatch: pytest.MonkeyPatch, caught: list[warnings.WarningMessage], tmp_path: Path
 ) -> None:
