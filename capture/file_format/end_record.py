@@ -1,7 +1,7 @@
 """Write and read that a rank closed its recording, after how many passes: `end_rank<r>_<time>.json`.
 
-A rank of several writes it, and one that could not record some of the job's training passes or did not see the forward
-before a step.
+A rank of several writes it, and one that could not record some of the job's training passes, did not see the forward
+before a step, or saw gradients clipped after one.
 
 A rank that was killed, or that still hangs, has none. So of a job that hung it tells which rank's loop was over, and of
 a recording that a limit cut short how many passes there were.
@@ -34,6 +34,7 @@ class EndRecord:
     recording     the recording's id, as its captures have it; None: not known
     num_unseen_steps  steps of an optimizer of the model that no forward of it came before, since the step before
     unseen_after  the forward after which the first of these came
+    num_late_clippings  steps of gradients that were clipped to a limit only after the step, and not before it
     """
 
     rank: int
@@ -47,6 +48,7 @@ class EndRecord:
     recording: str | None = None
     num_unseen_steps: int = 0
     unseen_after: int | None = None
+    num_late_clippings: int = 0
 
 
 _FIELD_TYPES: dict[str, type | UnionType] = {
@@ -61,9 +63,10 @@ _FIELD_TYPES: dict[str, type | UnionType] = {
     "recording": str | None,
     "num_unseen_steps": int,
     "unseen_after": int | None,
+    "num_late_clippings": int,
 }
 # Files of earlier versions lack these.
-_LATER = {"recording": None, "num_unseen_steps": 0, "unseen_after": None}
+_LATER = {"recording": None, "num_unseen_steps": 0, "unseen_after": None, "num_late_clippings": 0}
 assert _FIELD_TYPES.keys() == {field.name for field in fields(EndRecord)}
 
 

@@ -39,7 +39,8 @@ _POLL_SECONDS = 0.01
 class RecordingEnded:
     """Says that a recording was closed.
 
-    It is queued on a rank of several, and where training passes were not recorded or forwards not seen.
+    It is queued on a rank of several, and where training passes were not recorded, forwards not
+    seen, or gradients clipped after a step.
     """
 
     num_passes: int
@@ -50,6 +51,7 @@ class RecordingEnded:
     not_recorded: Mapping[str, int]
     num_unseen_steps: int
     unseen_after: int | None
+    num_late_clippings: int
 
     def make_record(self, rank: int, recording_id: str) -> EndRecord:
         return EndRecord(
@@ -64,6 +66,7 @@ class RecordingEnded:
             recording=recording_id,
             num_unseen_steps=self.num_unseen_steps,
             unseen_after=self.unseen_after,
+            num_late_clippings=self.num_late_clippings,
         )
 
 

@@ -294,8 +294,9 @@ class Recorder:
         self._route_recorder.remove()
         # Whether a mask of pairs can be recorded shows in the writer's thread.
         may_lack = self._not_recorded or self._has_pair_masks
-        if (self.world_size > 1 and self.num_seen) or may_lack or self.num_unseen_steps:
-            window, phase = self._maker.window, self.position.phase
+        window, phase = self._maker.window, self.position.phase
+        num_late_clippings = 0 if window is None else window.num_late_clippings
+        if (self.world_size > 1 and self.num_seen) or may_lack or self.num_unseen_steps or num_late_clippings:
             self._writer.queue_small_item(
                 RecordingEnded(
                     num_passes=self.num_seen,
@@ -306,6 +307,7 @@ class Recorder:
                     not_recorded=dict(self._not_recorded),
                     num_unseen_steps=self.num_unseen_steps,
                     unseen_after=self._unseen_after,
+                    num_late_clippings=num_late_clippings,
                 )
             )
         self._writer.close(max_seconds=MAX_FLUSH_SECONDS)

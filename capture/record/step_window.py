@@ -113,6 +113,7 @@ class StepWindow:
     num_unseen_steps  steps that an optimizer took anew after one, with gradients and without a forward between them:
                       the job called another module, or stepped twice on one gradient
     unseen_after      the forward after which the first of them came
+    num_late_clippings  steps whose gradients were clipped to a limit after the step, and not before it
     on_backward  is called with the number of a pass when its loss is differentiated
     """
 
@@ -120,6 +121,7 @@ class StepWindow:
         self.number = 0
         self.num_unseen_steps = 0
         self.unseen_after: int | None = None
+        self.num_late_clippings = 0
         self.on_backward: Callable[[int], None] = lambda forward: None
         self._sampler = sampler
         self._signer = GradientSigner(sampler)
@@ -145,6 +147,7 @@ class StepWindow:
         self._unapplied_norm: float | None = None
         self._was_clipped_before_last_pass = False
         self._clips_otherwise = False
+        self._has_late_clipping = False
         self._has_stepped = False
         # What has stepped, and on which parameters.
         self._stepped: weakref.WeakKeyDictionary[Optimizer, tuple[Any, ...]] = weakref.WeakKeyDictionary()
@@ -193,12 +196,15 @@ class StepWindow:
         since the latest pass, and that clipping's limit.
         """
         earlier = self._clipping
-        if not self._has_recorded_pass or self._has_stepped:
+        if not self._has_recorded_pass:
             return
         ids = set(map(id, parameters))
         if not self._sampler.has_any_of(ids):
             return
         limit = float(max_norm) if isinstance(max_norm, int | float) else None
+        if self._has_stepped:
+            self._note_late_clipping(ids, limit)
+            return
         self._clips_otherwise |= limit is None
         if earlier and earlier.has_limit and self._is_clipping_up_to_date:
             return
@@ -222,6 +228,23 @@ class StepWindow:
             norm=local_norm,
             is_part_of_norm=is_part,
         )
+
+    def _note_late_clipping(self, ids: Container[int], limit: float | None) -> None:
+        """Count a step whose own gradients are clipped behind it, as where the loop has the two calls in a wrong order.
+
+        Of several optimizers, the gradients of one may be clipped behind the step of another, and before its own.
+        """
+        if limit == math.inf or self._clipping is not None or self._clips_otherwise or self._has_late_clipping:
+            return
+        stepped = [
+            parameter
+            for optimizer in self._stepped
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+        ]
+        if any(id(parameter) in ids for parameter in stepped):
+            self._has_late_clipping = True
+            self.num_late_clippings += 1
 
     def add_schedule_step(self, optimizer: Any) -> None:
         """Note that a schedule has set the learning rate of this optimizer."""

@@ -70,8 +70,15 @@ def _check_unseen_steps(subject: LintSubject) -> Iterator[LintRemark]:
 
 
 def _check_clipping(subject: LintSubject) -> Iterator[LintRemark]:
-    """Say so where the job clipped when there was no gradient, and nothing else clipped to that norm in that step."""
+    """Say so where the job clipped after the step, or without a gradient and nothing else clipped to that norm."""
     steps = {step.number: step for step in _list_steps(subject)}
+    if number := max((end.num_late_clippings for end in subject.ends), default=0):
+        yield LintRemark(
+            topic="clipping",
+            text=f"gradients are clipped after the step, in {pluralise(number, 'step')}, and not before it, so the "
+            "step is not clipped",
+            weight=Weight.NO_TRAINING,
+        )
     idle = [step for step in steps.values() if step.unapplied_norm not in (None, step.max_norm)]
     if idle:
         engine = "" if idle[0].max_norm is None else f"; the gradient was clipped to {idle[0].max_norm:g} elsewhere"

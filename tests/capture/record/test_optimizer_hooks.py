@@ -7,7 +7,7 @@ import os
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -652,6 +652,42 @@ def test_steps_without_a_forward_of_the_recorded_model_are_counted(tmp_path: Pat
     first, second = read_steps(tmp_path)
     assert (first.has_state, first.state_steps) == (False, ())
     assert second.state_steps == (1, 3)
+
+
+@pytest.mark.parametrize(
+    ("calls", "number"),
+    [
+        (("step", "clip"), 2),
+        (("step", "zero_grad", "clip"), 2),
+        (("step", "clip", "clip"), 2),
+        (("clip", "step"), 0),
+        (("clip", "step", "clip"), 0),
+        (("step", "measure"), 0),
+        # Another optimizer's gradients are clipped before its own step.
+        (("step", "clip_other", "step_other"), 0),
+    ],
+)
+def test_steps_whose_gradients_are_clipped_after_them_are_counted(
+    calls: Sequence[str], number: int, tmp_path: Path
+) -> None:
+    model = Model()
+    optimizer = torch.optim.SGD(model.layers.parameters(), lr=0.0)
+    other = torch.optim.SGD(model.embedding.parameters(), lr=0.0)
+    actions: dict[str, Callable[[], object]] = {
+        "step": optimizer.step,
+        "step_other": other.step,
+        "zero_grad": optimizer.zero_grad,
+        "clip": lambda: nn.utils.clip_grad_norm_(model.layers.parameters(), 0.1),
+        "clip_other": lambda: nn.utils.clip_grad_norm_(model.embedding.parameters(), 0.1),
+        "measure": lambda: nn.utils.clip_grad_norm_(model.layers.parameters(), math.inf),
+    }
+    with recording(model, tmp_path, reproduce=True):
+        for _ in range(2):
+            compute_loss(model).backward()
+            for call in calls:
+                actions[call]()
+            optimizer.zero_grad()
+    assert sum(end.num_late_clippings for end in read_end_records(tmp_path)) == number
 
 
 def test_a_norm_that_was_measured_before_the_last_pass_is_no_clipping(tmp_path: Path) -> None:

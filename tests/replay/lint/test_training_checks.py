@@ -75,6 +75,15 @@ def test_steps_without_a_recorded_forward_are_said() -> None:
     assert say(make_passes(), ends=[EndRecord(rank=0, **known)]) == []
 
 
+def test_clipping_after_the_step_is_said() -> None:
+    known: dict[str, Any] = {"world_size": 1, "num_passes": 4, "num_steps": 4, "place": "", "opened": "", "time": ""}
+    ends = [EndRecord(rank=0, num_late_clippings=4, **known)]
+    assert say(make_passes(), ends=ends) == [
+        "clipping: gradients are clipped after the step, in 4 steps, and not before it, so the step is not clipped"
+    ]
+    assert say(make_passes(), ends=[EndRecord(rank=0, **known)]) == []
+
+
 def test_a_rate_of_0_is_said() -> None:
     step = make_step(settings=({"lr": 0.0, "num_parameters": 1},))
     assert say(make_passes(1, step=step)) == ["trained: the learning rate was 0 in the 1 recorded step"]
