@@ -2,12 +2,12 @@
 
 Only `drain` and `close` wait, for the end of what is queued.
 
-Python runs one thread at a time. While this thread works, the job's own thread has to wait for its turn, and each time
-this thread wakes up, the job pays for a change of threads. That costs most while a forward begins: a device that has
-finished all earlier work stands idle until the job's thread gives it more. So this thread handles what is queued when
-the job calls `wake`, as it does at the end of each forward. By then the device has work. The job's thread goes on to
-the backward, or waits for the device, and needs Python for neither. What is queued later waits for the next call of
-`wake`. Without a call, it looks every MAX_DELAY_SECONDS.
+Python's GIL lets one thread run at a time. While this thread works, the job's own thread has to wait for its turn, and
+each time this thread wakes up, the job pays for a change of threads. That costs most while a forward begins: a device
+that has finished all earlier work stands idle until the job's thread gives it more. So this thread handles what is
+queued when the job calls `wake`, as it does at the end of each forward. By then the device has work. The job's thread
+goes on to the backward, or waits for the device, and needs Python for neither. What is queued later waits for the next
+call of `wake`. Without a call, it looks every MAX_DELAY_SECONDS.
 
 In this module an item is what the job's thread hands over: a pass, or something small, such as the outputs of a pass.
 """
@@ -61,18 +61,22 @@ class BackgroundWriter(Generic[ItemT]):
 
     At most `max_queued` passes wait, with at most MAX_QUEUED_BYTES bytes in all; a larger pass waits alone.
 
-    num_dropped  passes lost because the queue was full, because `handle` refused them (CaptureError), because writing
-                 had stopped, or because `close` had been called. Once writing has stopped, the pass that `handle` works
-                 on counts as lost until `handle` returns, since it may never return
-    failure      the exception that has stopped writing, or None
-    refusal      why `handle` refused the first of the passes that it refused, or None
-    urgency      an event that `drain` and an urgent item set, until the queue is empty
+    num_dropped      passes lost because the queue was full, because `handle` refused them (CaptureError), because
+                     writing had stopped, or because `close` had been called. Once writing has stopped, the pass that
+                     `handle` works on counts as lost until `handle` returns, since it may never return
+    failure          the exception that has stopped writing, or None
+    refusal          why `handle` refused the first of the passes that it refused, or None
+    flush_requested  an event that `drain` and an urgent item set, until the queue is empty. The thread reads it, and
+                     PassStore, which then waits for copies from a device for a limited time only
 
-    The thread calls `on_idle` when it has handled all that it was woken for, and after `on_deadline` if no item is
-    ready. It calls `on_deadline` whenever it waits and `deadline` has passed, and `on_end` as its last act, with
-    whether writing has failed. After `on_deadline`, `deadline.seconds_left()` must be None or above 0: otherwise
-    `on_deadline` is called again at once. Whatever these or `handle` raise stops writing, except that `handle` may
-    refuse a pass.
+    The thread calls these:
+
+    * `on_idle`: when it has handled all that it was woken for, and after `on_deadline` if no item is ready
+    * `on_deadline`: when it waits and `deadline` has passed. Then `deadline.seconds_left()` must be None or above 0;
+      otherwise `on_deadline` is called again at once
+    * `on_end`: as its last act, with whether writing has failed
+
+    Whatever these, `handle` or `deadline` raise stops writing, except that `handle` may refuse a pass.
 
     There is one warning for the first pass that a full queue drops, one for the first that `handle` refuses, and one
     for what stops writing. No method raises.
@@ -85,13 +89,13 @@ class BackgroundWriter(Generic[ItemT]):
         max_queued: int,
         on_idle: Callable[[], None] = lambda: None,
         on_end: Callable[[bool], None] = lambda failed: None,
-        urgency: threading.Event | None = None,
+        flush_requested: threading.Event | None = None,
         deadline: Deadline | None = None,
         on_deadline: Callable[[], None] = lambda: None,
     ) -> None:
         self.failure: Exception | None = None
         self.refusal: str | None = None
-        self.urgency = urgency or threading.Event()
+        self.flush_requested = flush_requested or threading.Event()
         self._handle = handle
         self._on_idle = on_idle
         self._on_end = on_end
@@ -110,8 +114,8 @@ class BackgroundWriter(Generic[ItemT]):
         self._has_pass_in_hand = False
         self._is_closing = False
         self._has_warned_of_full_queue = False
-        # A Condition has a lock that one thread may take twice. That is needed: a signal's handler may interrupt the
-        # job's thread while it holds the lock, and queue an item itself.
+        # The lock of a Condition is re-entrant (an RLock). That is needed: a signal's handler may interrupt the job's
+        # thread while it holds the lock, and queue an item itself.
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._run, name="capture-writer", daemon=True)
         self._thread.start()
@@ -124,9 +128,9 @@ class BackgroundWriter(Generic[ItemT]):
     def queue_pass(self, item: ItemT, num_bytes: int) -> bool:
         """Queue a pass, or drop it, without waiting. Returns whether it was queued."""
         with self._changed:
-            is_full = self._num_queued_passes >= self._max_queued_passes or self._num_queued_bytes + num_bytes > max(
-                MAX_QUEUED_BYTES, num_bytes
-            )
+            # A pass larger than the queue may wait alone.
+            has_room_for_bytes = not self._num_queued_bytes or self._num_queued_bytes + num_bytes <= MAX_QUEUED_BYTES
+            is_full = self._num_queued_passes >= self._max_queued_passes or not has_room_for_bytes
             if self.failure is None and not self._is_closing and not is_full:
                 self._queue.append((item, num_bytes, True))
                 self._num_queued_passes += 1
@@ -155,7 +159,7 @@ class BackgroundWriter(Generic[ItemT]):
             if self.failure is None and (is_urgent or has_room):
                 self._queue.append((item, 0, False))
                 if is_urgent:
-                    self.urgency.set()
+                    self.flush_requested.set()
                     self._changed.notify_all()
 
     def wake(self, later_item: ItemT | None = None) -> None:
@@ -179,11 +183,14 @@ class BackgroundWriter(Generic[ItemT]):
             self._num_dropped += 1
 
     def drain(self, *, max_seconds: float) -> bool:
-        """Wait until the queue is empty, or writing has stopped or ended. Returns False if not within `max_seconds`."""
+        """Wait until the queue is empty, writing has failed, or the thread has exited.
+
+        Returns False if none of that comes within `max_seconds`.
+        """
         drain_until = time.monotonic() + max_seconds
         with self._changed:
             if self._queue or self._is_busy:
-                self.urgency.set()
+                self.flush_requested.set()
                 self._changed.notify_all()
             while (self._queue or self._is_busy) and self.failure is None and self._thread.is_alive():
                 if not self._changed.wait(drain_until - time.monotonic()) and time.monotonic() >= drain_until:
@@ -219,15 +226,21 @@ class BackgroundWriter(Generic[ItemT]):
             self.give_up(TimeoutError(f"writing was not finished {max_seconds:g} s after the end of the recording"))
 
     def _run(self) -> None:
-        while (event := self._wait_for_event()) is not None:
-            self._handle_event(event)
+        while True:
+            # What is raised stops writing, and with that `_wait_for_work` returns None.
+            try:
+                if (next_work := self._wait_for_work()) is None:
+                    break
+                self._handle_work(next_work)
+            except Exception as error:
+                self.give_up(error)
         # Whatever `on_end` raises, the thread ends here, and the job is told by a warning alone.
         try:
             self._on_end(self.failure is not None)
         except Exception as error:
             self.give_up(error)
 
-    def _wait_for_event(self) -> tuple[ItemT, bool] | Literal[_Wakeup.DEADLINE_PASSED] | None:
+    def _wait_for_work(self) -> tuple[ItemT, bool] | Literal[_Wakeup.DEADLINE_PASSED] | None:
         """Wait for an item that may be handled, for the deadline, or for the end.
 
         Returns the item and whether it is a pass; DEADLINE_PASSED if that comes first; None at the end.
@@ -237,11 +250,11 @@ class BackgroundWriter(Generic[ItemT]):
             while not self._num_ready:
                 if not self._queue:
                     # Whoever waits in `drain` waits for this moment.
-                    self.urgency.clear()
+                    self.flush_requested.clear()
                     self._changed.notify_all()
                     if self._is_closing or self.failure is not None:
                         return None
-                elif self.urgency.is_set() or self._is_closing:
+                elif self.flush_requested.is_set() or self._is_closing:
                     self._num_ready = len(self._queue)
                     break
                 seconds_left = None if self._deadline is None else self._deadline.seconds_left()
@@ -259,17 +272,14 @@ class BackgroundWriter(Generic[ItemT]):
             self._is_busy, self._has_pass_in_hand = True, is_pass
             return item, is_pass
 
-    def _handle_event(self, event: tuple[ItemT, bool] | Literal[_Wakeup.DEADLINE_PASSED]) -> None:
-        """Handle an item, or a deadline that has passed, and turn what that raises into a warning."""
-        try:
-            if event is _Wakeup.DEADLINE_PASSED:
-                self._on_deadline()
-            else:
-                self._handle_item(*event)
-            if not self._num_ready:
-                self._on_idle()
-        except Exception as error:
-            self.give_up(error)
+    def _handle_work(self, next_work: tuple[ItemT, bool] | Literal[_Wakeup.DEADLINE_PASSED]) -> None:
+        """Handle an item, or a deadline that has passed."""
+        if next_work is _Wakeup.DEADLINE_PASSED:
+            self._on_deadline()
+        else:
+            self._handle_item(*next_work)
+        if not self._num_ready:
+            self._on_idle()
 
     def _handle_item(self, item: ItemT, is_pass: bool) -> None:
         """Handle an item, and count a pass that `handle` refuses or fails at."""

@@ -33,8 +33,8 @@ class ForwardHooks:
     and so `on_end` is not called.
 
     on_begin  is given the module, its positional arguments and its keyword arguments
-    on_end    is given an output and an error. The output is None if the forward raised. The error is what the forward
-              raised, or another hook after the forward and before this one; None if nothing was raised
+    on_end    is given an output and an error. The output is None if the forward raised. The error was raised by the
+              forward, or by a hook that ran before this one; None if nothing was raised
     """
 
     def __init__(self, on_begin: BeginCallback = _do_nothing, on_end: EndCallback = _do_nothing) -> None:
@@ -73,7 +73,7 @@ class ForwardHooks:
         self._handles = []
 
     def before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if not self._may_be_called_by_job():
+        if not self._is_outside_backward_and_compiler():
             return
         # torch does not call `after_forward` where a forward raised KeyboardInterrupt, and in a notebook the process
         # goes on after that. Then `_depth` was never counted down. That shows in the frame of the outermost forward,
@@ -88,7 +88,7 @@ class ForwardHooks:
 
     def after_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         # The depth is 0 if the hooks were attached while this forward was running: its beginning was not seen.
-        if not self._may_be_called_by_job() or self._depth == 0:
+        if not self._is_outside_backward_and_compiler() or self._depth == 0:
             return
         self._depth -= 1
         if self._depth > 0:
@@ -99,7 +99,7 @@ class ForwardHooks:
         self._earlier_error = self._outermost_frame = None
         self._on_end(output, None if error is earlier_error else error)
 
-    def _may_be_called_by_job(self) -> bool:
+    def _is_outside_backward_and_compiler(self) -> bool:
         """Tell whether this forward runs in the recording's process, outside a backward and outside a compiler.
 
         Then the job itself has called it, unless it is nested in another forward, which `_depth` tells.

@@ -97,7 +97,7 @@ class PassStore:
         retention: RetentionSettings,
         *,
         opened: str,
-        urgency: threading.Event,
+        flush_requested: threading.Event,
         observer: RecordingObserver,
     ) -> None:
         self.num_lost = 0
@@ -107,7 +107,7 @@ class PassStore:
         self._folder = folder
         self._retention = retention
         self._opened = opened
-        self._urgency = urgency
+        self._flush_requested = flush_requested
         self._held_passes: deque[EncodedCall] = deque()
         self._observer = observer
         self.rank_and_folder = 0, folder
@@ -403,13 +403,13 @@ class PassStore:
         try:
             while not all(event.query() for event in events):
                 self._observer.on_idle()
-                if self._urgency.is_set():
+                if self._flush_requested.is_set():
                     deadline = deadline or time.monotonic() + _MAX_COPY_SECONDS
                     if time.monotonic() > deadline:
                         raise TimeoutError("the device did not get to it")
                     time.sleep(_POLL_SECONDS)
                 else:
-                    self._urgency.wait(_POLL_SECONDS)
+                    self._flush_requested.wait(_POLL_SECONDS)
         except (RuntimeError, TimeoutError) as error:
             self._observer.on_lost_copy()
             raise CaptureError(f"its copy to the host was not finished: {error}") from None

@@ -145,16 +145,18 @@ class Recorder:
         self._forward_hooks = ForwardHooks(self._begin_pass, self._end_pass)
         self._optimizer_hooks = OptimizerHooks(self)
         self._route_recorder = RouteRecorder()
-        urgency, clock = threading.Event(), RecordingClock()
+        flush_requested, clock = threading.Event(), RecordingClock()
         self.opened = clock.format_time(time.monotonic_ns())
         self._observer.on_open(self)
-        self._store = PassStore(folder, retention, opened=self.opened, urgency=urgency, observer=self._observer)
+        self._store = PassStore(
+            folder, retention, opened=self.opened, flush_requested=flush_requested, observer=self._observer
+        )
         self._writer: BackgroundWriter[WriterItem] = BackgroundWriter(
             self._store.handle,
             max_queued=max_queued,
             on_idle=self._observer.on_idle,
             on_end=self._finish_writing,
-            urgency=urgency,
+            flush_requested=flush_requested,
             deadline=self._observer,
             on_deadline=self._observer.on_deadline,
         )

@@ -125,6 +125,18 @@ def test_after_a_refused_pass_the_thread_is_idle_as_after_any(warned: list[str])
     assert len(warned) == 1
 
 
+def test_a_deadline_that_cannot_be_read_stops_writing_with_a_warning(warned: list[str]) -> None:
+    class Unreadable:
+        def seconds_left(self) -> float | None:
+            raise OSError("no clock")
+
+    ends: list[bool] = []
+    writer = BackgroundWriter[str](lambda item: None, max_queued=8, on_end=ends.append, deadline=Unreadable())
+    writer.close(max_seconds=SECONDS)
+    assert (type(writer.failure), ends) == (OSError, [True])
+    assert ["no clock" in message for message in warned] == [True]
+
+
 def test_a_refused_item_that_is_no_pass_is_told_and_stops_writing(warned: list[str]) -> None:
     writer = Refusing().writer
     writer.queue_small_item("refused", is_urgent=True)
