@@ -26,6 +26,7 @@ BENCHMARKS = {
         "How fast is it beside torchtitan, with which peak?", "1 or 2 GPUs", "3 min at most"
     ),
     "side_by_side": Benchmark("How fast are passes under several options?", "one GPU, or CPU", "not timed"),
+    "bare_packing": Benchmark("How much faster are packed rows in a bare loop?", "one GPU, or CPU", "not timed"),
     "configurations": Benchmark(
         "How fast is each backend, kernel and layout, with which loss?", "1 to 4 GPUs", "9 min at most"
     ),

@@ -95,6 +95,9 @@ def list_questions(scale: Scale, inputs: Path, work: Path) -> Iterator[Question]
         line += f" '--no-packing --attention sdpa' '{packed}'"
         yield Question(name=f"packed, compiled beside padded, eager: {backend}", seconds=150, line=line)
 
+    bare_packing = f"python -m benchmarks bare_packing --inputs {inputs} --rounds {scale.rounds} {llama}"
+    yield Question(name="packed, compiled beside padded, eager: a bare loop", seconds=150, line=bare_packing)
+
     overhead = f"python -m benchmarks capture_overhead --read-loss step --steps {scale.steps}"
     overhead += f" {llama} --tokens {scale.limit_tokens(2048)}"
     yield Question(name="capture: its cost", seconds=260, line=overhead)
