@@ -56,7 +56,7 @@ def main() -> int:
 
         def bare(number: int) -> list[Sample]:
             index = number % len(paths)
-            seconds, peak, loss = _bare_pass(replayer.actor.backend, batches[index], world.device)
+            seconds, peak, loss = _bare_pass(replayer.reopenable_actor.backend, batches[index], world.device)
             assert abs(loss - losses[index]) <= 1e-2 * abs(loss), (loss, losses[index])
             return [_sample(seconds, peak, world.device)]
 

@@ -245,7 +245,7 @@ def _read_next_labels(batch: MicroBatch) -> Tensor | None:
     return batch.shift_labels if batch.action_mask_BA is None else None
 
 
-def find_targets_that_are_own_tokens(batch: MicroBatch) -> tuple[Tensor, int]:
+def find_targets_equal_to_input_tokens(batch: MicroBatch) -> tuple[Tensor, int]:
     """Find where the target is the row's own token [B, A], and the column of the row where A begins."""
     ids_BS, num_tokens = batch.sequences_BS, batch.sequences_BS.shape[1]
     if (next_BS := _read_next_labels(batch)) is not None:

@@ -86,7 +86,7 @@ class AccumulationWindow:
         self.num_counted = 0 if is_last else self.num_counted + runs_backward
         self.num_passes = 0 if is_last else self.num_passes + runs_backward
 
-    def lose_pass(self, index: int) -> bool:
+    def count_failed_pass(self, index: int) -> bool:
         """Count pass `index`, which was to run a backward and failed.
 
         Returns whether the window ended with it and left a gradient in the backend, which then has to be opened again.
@@ -97,7 +97,7 @@ class AccumulationWindow:
         self.num_passes = 0 if is_last else self.num_passes + 1
         return is_last and self.num_with_gradient > 0
 
-    def forget_backend(self) -> None:
+    def reset_for_new_backend(self) -> None:
         """Begin with a new backend, which holds no gradient and has counted nothing."""
         self.num_with_gradient = self.num_counted = 0
 

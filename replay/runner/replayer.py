@@ -9,7 +9,7 @@ from torch import Tensor
 
 from actor_init.backends.protocol import Backend, free_closed_backends, open_backend
 from actor_init.inputs.documents import KeptLogits
-from actor_init.inputs.packing import ActorInputs, find_targets_that_are_own_tokens
+from actor_init.inputs.packing import ActorInputs, find_targets_equal_to_input_tokens
 from actor_init.model import ModelSource
 from actor_init.model_positions import add_model_positions
 from actor_init.spec import ActorSpec
@@ -30,7 +30,7 @@ from replay.options.resolved import ResolvedReplay
 from replay.options.spec import WindowWeights
 from replay.output.text import join_lines
 from replay.resolution.windows import InputRound
-from replay.runlog import token_log_probs
+from replay.runlog import token_log_probs as token_log_prob_file
 from replay.runlog.records import InputSection, PassRecord, ResultSection
 from replay.runner.accumulation_window import AccumulationWindow
 from replay.runner.checkpoint import digest_inputs
@@ -68,9 +68,9 @@ from replay.verdict.judge import PassPair
 from replay.verdict.pass_values import (
     RecordedPass,
     ReplayedPass,
-    doubt_claims_with_router_loss,
     list_action_log_probs,
     list_modules_in_other_mode,
+    mark_losses_unreliable,
     read_recorded_log_probs,
     read_recorded_pass,
     read_token_positions,
@@ -125,21 +125,21 @@ class ReopenableActor:
 class Replayer:
     """Replay captures through an actor, one after another, and keep track of the accumulation window.
 
-    `replay` reads a capture, runs its pass and returns its evidence, which holds its record, and its error, if any.
-    When each rank has the records of all ranks of that pass, they may decide together to run it once more:
-    `search_latest_pass` searches it for its first NaN or infinity, and `add_second_run` measures it again. After a pass
-    that failed, `reopen_after_failure` opens the actor again.
+    `replay` reads a capture, runs its pass and returns a `PassPair` and the error, if any. When each rank has the
+    records of all ranks of that pass, they may decide together to run it once more: `find_non_finite_in_latest_pass`
+    searches it for its first NaN or infinity, and `time_second_run` measures it again. After a pass that failed,
+    `reopen_after_failure` opens the actor again.
 
     trace       writes sketches of what each layer computed; None: the run is not traced
-    rounds      the round of each pass: the inputs that the data ranks replay at the same time; empty: unknown
-    log_folder  gets the run's details (docs/glossary.md), if it keeps them; None: none are kept
+    rounds      one InputRound per pass index: the inputs that the data ranks replay at the same time; empty: unknown
+    log_folder  gets the run's details, log-probs of tokens and sketches of gradients, if it keeps them; None: none kept
     """
 
     def __init__(
         self,
         spec: ResolvedReplay,
         world: World,
-        actor: ReopenableActor,
+        reopenable_actor: ReopenableActor,
         meter: Meter,
         tracker: Tracker,
         weight_checker: WeightChecker,
@@ -149,19 +149,19 @@ class Replayer:
     ) -> None:
         self.spec = spec
         self.world = world
-        self.source = spec.source
-        self.actor = actor
+        self.model_source = spec.source
+        self.reopenable_actor = reopenable_actor
         self.tracker = tracker
         self.weight_checker = weight_checker
         self.trace = trace
         self.window = AccumulationWindow(usual_size=spec.actor.num_accumulated, rounds=rounds)
         self.details_folder = log_folder if spec.measure.keeps_details else None
         self.non_finite_search = NonFiniteSearch(spec=spec.actor, world=world, report_progress=tracker.report_progress)
-        self.follower = StepFollower(spec=spec, world=world)
+        self.step_replayer = StepFollower(spec=spec, world=world)
         # The number of inputs up to the latest pass that succeeded and left no window open.
         self.num_inputs_completed = 0
         self._clock = MeterClock(meter, world)
-        self._first_uses = FirstUseObserver(world.device, spec.kernel)
+        self._warmup_events = FirstUseObserver(world.device, spec.kernel)
         self._expected_times = ExpectedTimes()
         self._latest_inputs: PassInputs | None = None
         # A failed pass left something in the backend that would spoil later passes.
@@ -173,11 +173,11 @@ class Replayer:
         self._kept_logits = (
             KeptLogits() if self._objective is not None and self._objective.needs_logits_or_entropies else None
         )
-        self._routing = PassRouting.open(actor.backend.model, spec)
-        self._begin_id = getattr(self.source.config.get_text_config(), "bos_token_id", None)
+        self._routing = PassRouting.open(reopenable_actor.backend.model, spec)
+        self._bos_token_id = getattr(self.model_source.config.get_text_config(), "bos_token_id", None)
         # In a left-padded row the last padding token predicts the label of the row's first token, and a model's own
         # loss counts that. Joined rows have no padding.
-        has_padding = not self.source.layout_under(spec.actor).joins_rows
+        has_padding = not self.model_source.layout_under(spec.actor).joins_rows
         self._padding_predicts_label = has_padding and padding_may_predict_label(spec)
 
     def reopen_after_failure(self) -> None:
@@ -186,44 +186,44 @@ class Replayer:
         Drop the error first: its frames hold the model.
         """
         if self._must_reopen:
-            self.actor.reopen()
+            self.reopenable_actor.reopen()
             if self.trace:
-                self.trace.attach(self.actor.backend)
+                self.trace.attach(self.reopenable_actor.backend)
             self._must_reopen = False
-            self.window.forget_backend()
-            self.follower.forget("a pass failed, and with it the weights of the steps were lost")
+            self.window.reset_for_new_backend()
+            self.step_replayer.restart("a pass failed, and with it the weights of the steps were lost")
 
-    def search_latest_pass(self, record: PassRecord) -> PassRecord:
+    def find_non_finite_in_latest_pass(self, record: PassRecord) -> PassRecord:
         """Run the latest pass again to find its first tensor that is not finite.
 
-        Returns `record` of that pass with the tensor's name, or with why it cannot be found; with neither if only other
-        ranks have such a tensor. All ranks must call this.
+        Returns `record` of that pass with the tensor's name, or with why it cannot be found; unchanged if this rank has
+        no such tensor. All ranks must call this.
         """
         assert self._latest_inputs is not None
         self.tracker.enter_phase(RankPhase.SEARCHING_NON_FINITE)
-        has_stepped = self.follower.has_stepped
+        has_stepped = self.step_replayer.has_stepped
         tensor_name = self.non_finite_search.find_first(
-            self.actor.backend, self._latest_inputs, has_stepped=has_stepped
+            self.reopenable_actor.backend, self._latest_inputs, has_stepped=has_stepped
         )
         return replace(record, first_non_finite=tensor_name)
 
     def needs_second_run(self, rank_records: Sequence[PassRecord]) -> bool:
         """Is the latest pass to be run again, to see if it is always as slow? The same on every rank."""
-        # A second run ends with an empty gradient. In an open window that of the earlier passes would be lost.
+        # A second run ends with an empty gradient. In an open window the gradient accumulated so far would be lost.
         return self.spec.actor.num_accumulated == 1 and self._expected_times.is_unexpectedly_slow(rank_records)
 
     def learn_times(self, rank_records: Sequence[PassRecord]) -> None:
         """Learn from the latest pass, which needs no second run, how long later passes should take."""
         self._expected_times.learn(rank_records)
 
-    def add_second_run(self, record: PassRecord, rank_records: Sequence[PassRecord]) -> PassRecord:
+    def time_second_run(self, record: PassRecord, rank_records: Sequence[PassRecord]) -> PassRecord:
         """Return `record` of the latest pass with the seconds of a second run, which changes no weights.
 
         All ranks must call this.
         """
         assert self._latest_inputs is not None
         self.tracker.enter_phase(RankPhase.RERUNNING)
-        cost = run_pass_again(self.actor.backend, self._latest_inputs, self.world.device, self._clock).cost
+        cost = run_pass_again(self.reopenable_actor.backend, self._latest_inputs, self.world.device, self._clock).cost
         rank_seconds = self.world.gather(sum(phase.seconds for phase in cost.phases.values()))
         self._expected_times.learn(rank_records, max(rank_seconds))
         return record_second_run(record, rank_seconds, rank_records)
@@ -236,7 +236,7 @@ class Replayer:
         The capture is read and described in the record; what the job recorded of the pass is collected for the verdict;
         then the pass runs and its results are added.
 
-        Returns the evidence of the pass, and the error with which it failed; None: it succeeded. The record of a failed
+        Returns the pass, and the error with which it failed; None: it succeeded. The record of a failed
         pass has the error, and describes the input if the capture could be read, but has no results. The error is not
         raised, since the caller decides with the other ranks what it means for the run.
 
@@ -254,30 +254,32 @@ class Replayer:
         self._is_pass_counted = False
         self.tracker.begin_pass(index, path.name, place_in_window=self.window.num_passes)
         try:
-            call = read_call(path)
-            batch = replace(call.micro_batch(), padding_predicts_label=self._padding_predicts_label)
+            captured_pass = read_call(path)
+            batch = replace(captured_pass.micro_batch(), padding_predicts_label=self._padding_predicts_label)
             record = replace(record, input=_describe_input(batch))
-            comparison = self.weight_checker.check(call.weights)
-            recorded = read_recorded_pass(call, batch, self.spec.measure.loss, comparison, self._begin_id)
-            job_router_loss = self._routing.find_router_loss(call)
+            weight_comparison = self.weight_checker.check(captured_pass.weights)
+            recorded = read_recorded_pass(
+                captured_pass, batch, self.spec.measure.loss, weight_comparison, self._bos_token_id
+            )
+            job_router_loss = self._routing.find_router_loss(captured_pass)
             if job_router_loss is not None and job_router_loss.why_not_computed is not None:
-                recorded = doubt_claims_with_router_loss(recorded, job_router_loss.why_not_computed)
+                recorded = mark_losses_unreliable(recorded, job_router_loss.why_not_computed)
             self.tracker.set_shapes(batch.num_rows, batch.num_padded_tokens, batch.num_real_tokens)
-            batch = select_loss_tokens(self.spec.measure.loss, add_model_positions(batch, self.source.config))
-            record, replayed = self._run_micro_batch(record, call, batch, extra_observers)
-            recorded, replayed = self._draw_counter.count(recorded, replayed, call.random)
+            batch = select_loss_tokens(self.spec.measure.loss, add_model_positions(batch, self.model_source.config))
+            record, replayed = self._run_micro_batch(record, captured_pass, batch, extra_observers)
+            recorded, replayed = self._draw_counter.count(recorded, replayed, captured_pass.random)
             return PassPair(record, recorded, replayed), None
         except SystemExit as error:
             # A user's code may leave with sys.exit: that fails the pass, and must not end the run without a report.
             exit_error = RuntimeError(f"sys.exit({error.code!r}) was called").with_traceback(error.__traceback__)
             failed = replace(record, error=str(exit_error), error_type="SystemExit")
-            return PassPair(self._lose_pass(failed), recorded, ReplayedPass()), exit_error
+            return PassPair(self._count_failed_pass(failed), recorded, ReplayedPass()), exit_error
         except Exception as error:
             failed = replace(record, error=join_lines(format_error_with_flags(error)), error_type=type(error).__name__)
-            return PassPair(self._lose_pass(failed), recorded, ReplayedPass()), error
+            return PassPair(self._count_failed_pass(failed), recorded, ReplayedPass()), error
 
-    def _lose_pass(self, record: PassRecord) -> PassRecord:
-        """Count a pass that failed in its window, which ends where it would have ended without the failure.
+    def _count_failed_pass(self, record: PassRecord) -> PassRecord:
+        """Count a pass that failed as one of its window: the window ends where it would have ended without the failure.
 
         Returns the record of the pass with its window, if it belongs to one. A pass that ran, and failed in what came
         after it, belongs to one too: the window has counted it.
@@ -288,12 +290,13 @@ class Replayer:
         if not trains or not self.spec.measure.backward:
             return record
         if not self._is_pass_counted:
-            self._must_reopen |= self.window.lose_pass(index)
-            self.follower.stop("a pass of the step failed")
+            leaves_stale_gradient = self.window.count_failed_pass(index)
+            self._must_reopen |= leaves_stale_gradient
+            self.step_replayer.stop_replaying_steps("a pass of the step failed")
         return replace(record, window=self.window.first_index)
 
     def _run_micro_batch(
-        self, record: PassRecord, call: Call, batch: MicroBatch, extra_observers: Sequence[PassObserver]
+        self, record: PassRecord, captured_pass: Call, batch: MicroBatch, extra_observers: Sequence[PassObserver]
     ) -> tuple[PassRecord, ReplayedPass]:
         """Run the pass of a micro-batch. Returns `record` with its results, and what the verdict needs besides.
 
@@ -302,52 +305,65 @@ class Replayer:
         its results go into the record, its log-probs and samples into what the verdict needs, and details and trace are
         written.
         """
-        gradients = call.step.gradients if call.step is not None else None
+        # Samples are neighbouring elements of a gradient; a signature is its norm and elements from all over it. The
+        # checker knows by which names this model has the parameters that the job's wrappers name otherwise.
+        gradients = captured_pass.step.gradients if captured_pass.step is not None else None
         gradient_samples = self.weight_checker.match_to_parameters(gradients.samples if gradients is not None else ())
         gradient_signatures = self.weight_checker.match_to_parameters(
-            call.step.signatures if call.step is not None else ()
+            captured_pass.step.signatures if captured_pass.step is not None else ()
         )
-        self.window.enter_pass(record.index, gradient_samples, gradient_signatures, self.actor.backend)
-        inputs = self._prepare_inputs(record.index, call, batch)
-        inputs = self.follower.plan_step(inputs, record.index, self.actor.backend)
+        self.window.enter_pass(record.index, gradient_samples, gradient_signatures, self.reopenable_actor.backend)
+        inputs = self._prepare_inputs(record.index, captured_pass, batch)
+        inputs = self.step_replayer.plan_step(inputs, record.index, self.reopenable_actor.backend)
         self._latest_inputs = inputs
         # Steps before this pass; the pass may take one more.
-        num_steps = self.follower.num_steps
-        stepped_weights = self.follower.sample_weights(self.actor.backend, call.weights, self.weight_checker)
+        num_steps = self.step_replayer.num_steps
+        weights_after_steps = self.step_replayer.sample_weights(
+            self.reopenable_actor.backend, captured_pass.weights, self.weight_checker
+        )
 
         run_observers = self._choose_observers(record.index, inputs)
         generator_observer = GeneratorObserver(self.world.device)
-        state_samples = self.weight_checker.match_to_parameters(call.step.state if call.step is not None else ())
-        state_sampler = OptimizerStateSampler.choose(self.actor.backend, self.source, self.world, inputs, state_samples)
+        state_samples = self.weight_checker.match_to_parameters(
+            captured_pass.step.state if captured_pass.step is not None else ()
+        )
+        state_sampler = OptimizerStateSampler.choose(
+            self.reopenable_actor.backend, self.model_source, self.world, inputs, state_samples
+        )
         observers = [generator_observer, *extra_observers, *run_observers.in_order]
         observers += [state_sampler] if state_sampler is not None else []
         try:
-            outcome = run_pass(self.actor.backend, inputs, self._clock, observers)
+            outcome = run_pass(self.reopenable_actor.backend, inputs, self._clock, observers)
         except (Exception, SystemExit):
             self._must_reopen = True
             raise
         self.window.count_pass(runs_backward=inputs.runs_backward)
         self._is_pass_counted = True
-        cost = self.follower.leave_out_state(outcome.cost)
-        self.follower.note_pass(inputs, self.actor.backend)
+        cost = self.step_replayer.subtract_optimizer_state_bytes(outcome.cost)
+        self.step_replayer.note_pass(inputs, self.reopenable_actor.backend)
 
-        weigher, gradient_sampler = run_observers.log_prob_weigher, run_observers.gradient
-        replayed = replace(
-            self._collect_log_probs(outcome, inputs, call, batch),
-            weights=weigher.weights if weigher is not None else LogProbWeights(),
+        log_prob_weigher, gradient_sampler = run_observers.log_prob_weigher, run_observers.gradient
+        token_log_probs, action_log_probs = self._collect_log_probs(outcome, inputs, captured_pass, batch)
+        replayed = ReplayedPass(
+            token_log_probs=token_log_probs,
+            action_log_probs=action_log_probs,
+            weights=log_prob_weigher.log_prob_coefficients if log_prob_weigher is not None else LogProbWeights(),
             gradient=gradient_sampler.samples if gradient_sampler is not None else None,
             state=state_sampler.samples if state_sampler is not None else {},
             draws=generator_observer.draws,
-            # Asking waits for the device, and only a pass with random masks needs the answer.
+            # `has_job_layout` syncs with the device, so it is called only if dropout drew masks.
             has_job_layout=generator_observer.has_drawn and has_job_layout(inputs, batch, self.spec.actor.parallel),
             flips=outcome.flips,
             has_job_routes=self._routing.has_job_routes(outcome.flips),
-            stepped=stepped_weights,
+            stepped=weights_after_steps,
         )
         if self.details_folder is not None:
-            log_probs = replayed.action_log_probs
-            token_log_probs.write(
-                self.details_folder, record.index, record.rank, log_probs, _locate_tokens(call, batch)
+            token_log_prob_file.write(
+                self.details_folder,
+                record.index,
+                record.rank,
+                action_log_probs,
+                _locate_tokens(captured_pass, batch),
             )
         # Each rank of a ring is fed an equal slice of the row.
         fed_tokens = inputs.actor_inputs.input_ids.numel() * self.spec.actor.parallel.ring
@@ -358,7 +374,7 @@ class Replayer:
                 input=replace(record.input, fed_tokens=fed_tokens),
                 cost=cost,
                 result=replace(
-                    _describe_result(outcome, inputs), num_steps=num_steps, has_stepped=self.follower.has_stepped
+                    _describe_result(outcome, inputs), num_steps=num_steps, has_stepped=self.step_replayer.has_stepped
                 ),
                 routes=self._routing.describe(outcome.flips, outcome.router_loss),
             )
@@ -371,11 +387,11 @@ class Replayer:
 
     def _choose_observers(self, index: int, inputs: PassInputs) -> RunObservers:
         """Return what this run looks at in one pass. The same on every rank."""
-        backend, ends_whole_window = self.actor.backend, inputs.window_end is WindowEnd.WHOLE
+        backend, ends_whole_window = self.reopenable_actor.backend, inputs.window_end is WindowEnd.WHOLE
         has_samples = ends_whole_window and self.window.has_gradient_samples(index)
         folder = self.details_folder if ends_whole_window else None
         return RunObservers(
-            first_uses=self._first_uses,
+            first_uses=self._warmup_events,
             compilation=CompilationCounter(),
             trace=TraceObserver(self.trace) if self.trace else None,
             position=PositionMarker(self.tracker),
@@ -384,12 +400,12 @@ class Replayer:
             if has_samples
             else None,
             sketch=GradientSketcher(backend, folder, index, self.world) if folder is not None else None,
-            loss_check=LossCheck(self.non_finite_search.is_needed_for_loss, self._search_before_step)
+            loss_check=LossCheck(self.non_finite_search.is_needed_for_loss, self._find_non_finite_before_step)
             if inputs.step_timing is StepTiming.MEASURED
             else None,
         )
 
-    def _prepare_inputs(self, index: int, call: Call, batch: MicroBatch) -> PassInputs:
+    def _prepare_inputs(self, index: int, captured_pass: Call, batch: MicroBatch) -> PassInputs:
         """Return a micro-batch laid out on the device, with its loss and its place in the window, still without a step.
 
         Raises CaptureError or UsageError where the model or its kernel cannot take the micro-batch, and ObjectiveError
@@ -400,70 +416,71 @@ class Replayer:
         window_end = WindowEnd.NONE
         if self.window.ends_with_next_pass(runs_backward=runs_backward):
             window_end = WindowEnd.INCOMPLETE if self.window.is_incomplete else WindowEnd.WHOLE
-        recorded = self._read_recorded_for_objective(call, batch)
+        objective_data = self._read_recorded_for_objective(captured_pass, batch)
         fed_batch = with_rows_reversed(batch) if has_reversed_rows else batch
-        actor_inputs = prepare_actor_inputs(fed_batch, self.spec.actor, self.source, self.world)
+        actor_inputs = prepare_actor_inputs(fed_batch, self.spec.actor, self.model_source, self.world)
         actor_inputs = replace(
-            actor_inputs, modules_in_other_mode=list_modules_in_other_mode(call) if batch.trains else ()
+            actor_inputs, modules_in_other_mode=list_modules_in_other_mode(captured_pass) if batch.trains else ()
         )
-        if recorded is None:
-            # The loss of stand-in and sft is a mean of log-probs, so its gradient is the same for each log-prob. Then
-            # the head may compute its gradients in the forward already, which would be wasted if no backward follows.
+        if objective_data is None:
+            # The loss is sft's, or the negated mean log-prob, which stands in for an unknown loss. Both are a mean of
+            # log-probs, so the gradient is the same for each log-prob. Then the head may compute its gradients in the
+            # forward already, which would be wasted if no backward follows.
             actor_inputs = replace(actor_inputs, has_uniform_gradient=runs_backward)
             compute_loss: Callable[[Tensor], Tensor] = partial(_compute_mean_loss, actor_inputs)
         else:
             actor_inputs = replace(actor_inputs, kept_logits=self._kept_logits)
-            compute_loss = self._make_objective_loss(actor_inputs, recorded)
-        routes, router_loss_term = self._routing.prepare(call, batch, actor_inputs)
+            compute_loss = self._make_objective_loss(actor_inputs, objective_data)
+        routes, router_loss_term = self._routing.prepare(captured_pass, batch, actor_inputs)
         return PassInputs(
             actor_inputs=actor_inputs,
             compute_loss=compute_loss,
             train_mode=batch.trains,
             builds_graph=batch.trains,
             runs_backward=runs_backward,
-            loss_weight=self._choose_loss_weight(index, recorded),
+            loss_weight=self._choose_loss_weight(index, objective_data),
             window_factor=self.window.usual_size / self.window.size,
             window_end=window_end,
-            frozen=self.source.find_frozen_at(call.origin.forward_number),
-            random_states=call.random,
+            frozen=self.model_source.find_frozen_at(captured_pass.origin.forward_number),
+            random_states=captured_pass.random,
             captured_row_length=batch.sequences_BS.shape[1],
             has_reversed_rows=has_reversed_rows,
             routes=routes,
             router_loss_term=router_loss_term,
         )
 
-    def _read_recorded_for_objective(self, call: Call, batch: MicroBatch) -> RecordedForObjective | None:
+    def _read_recorded_for_objective(self, captured_pass: Call, batch: MicroBatch) -> RecordedForObjective | None:
         """Return what the job's objective is computed from; None without an objective.
 
         Raises ObjectiveError if the capture lacks what the objective needs.
         """
         if self._objective is None:
             return None
-        recorded = RecordedForObjective.collect(call, batch)
-        self._objective.check(recorded)
-        return recorded
+        objective_data = RecordedForObjective.collect(captured_pass, batch)
+        self._objective.check(objective_data)
+        return objective_data
 
-    def _choose_loss_weight(self, index: int, recorded: RecordedForObjective | None) -> float:
+    def _choose_loss_weight(self, index: int, objective_data: RecordedForObjective | None) -> float:
         """Return the factor on the pass's loss. The backend divides by the window's passes times the data ranks."""
         num_window_passes = self.window.size * self.world.num_data_ranks
-        if recorded is not None:
+        if objective_data is not None:
             assert self._objective is not None
-            # Where the losses of a window's passes add up to the objective, the job divided their sum by its ranks
-            # alone. Otherwise it divided by what the backend divides by.
-            return num_window_passes / recorded.num_job_ranks if self._objective.sums_over_window else 1.0
-        rule = self.spec.measure.window
-        if num_window_passes == 1 or rule is WindowWeights.MEAN_OF_MEANS:
+            # The job divided sum losses by its world size, and mean losses by its world size times the passes, as the
+            # backend does.
+            return num_window_passes / objective_data.num_job_ranks if self._objective.sums_over_window else 1.0
+        window_weights = self.spec.measure.window
+        if num_window_passes == 1 or window_weights is WindowWeights.MEAN_OF_MEANS:
             return 1.0
-        if rule is WindowWeights.TOKENS:
+        if window_weights is WindowWeights.TOKENS:
             return self.window.find_token_weight(index, self.world.data_rank)
         return self.window.find_job_weight(index, self.world.data_rank)
 
     def _make_objective_loss(
-        self, actor_inputs: ActorInputs, recorded: RecordedForObjective
+        self, actor_inputs: ActorInputs, objective_data: RecordedForObjective
     ) -> Callable[[Tensor], Tensor]:
         """Return the loss of the pass as a function of its log-probs, whose rows may be reversed."""
         assert self._objective is not None
-        objective, recorded_on_device = self._objective, recorded.to(self.world.device)
+        objective, objective_data_on_device = self._objective, objective_data.to(self.world.device)
         has_reversed_rows, kept_logits = self.spec.inputs.reverse_rows, self._kept_logits
         # If the rounds are unknown, the pass is taken for the whole window.
         token_counts = self.window.count_tokens() or [int(actor_inputs.action_mask_BA.sum())]
@@ -476,7 +493,7 @@ class Replayer:
                 ObjectiveInputs(
                     log_probs_BA=restore_row_order(log_probs_BA),
                     action_mask_BA=restore_row_order(actor_inputs.action_mask_BA),
-                    recorded=recorded_on_device,
+                    recorded=objective_data_on_device,
                     num_window_tokens=sum(token_counts),
                     num_window_passes=len(token_counts),
                     kept_logits=kept_logits,
@@ -486,55 +503,53 @@ class Replayer:
 
         return compute_loss
 
-    def _search_before_step(self, inputs: PassInputs) -> str | None:
+    def _find_non_finite_before_step(self, inputs: PassInputs) -> str | None:
         """Return the name of the first tensor that is not finite in the forward, or why it cannot be found.
 
         No backward runs: it would change the gradient that the optimizer is about to step with.
         """
         forward = replace(inputs, runs_backward=False)
-        return self.non_finite_search.find_first(self.actor.backend, forward, has_stepped=False)
+        return self.non_finite_search.find_first(self.reopenable_actor.backend, forward, has_stepped=False)
 
     def _collect_log_probs(
-        self, outcome: PassOutcome, inputs: PassInputs, call: Call, batch: MicroBatch
-    ) -> ReplayedPass:
-        """Collect the log-probs of the tokens that the job took samples of, and, if needed, of all action tokens."""
+        self, outcome: PassOutcome, inputs: PassInputs, captured_pass: Call, batch: MicroBatch
+    ) -> tuple[Sequence[float | None], Sequence[float | None]]:
+        """Collect the log-probs of the positions that the job recorded, and, if needed, of all action tokens."""
         is_reversed = inputs.has_reversed_rows
-        # The job sampled log-probs of the tokens that stand in the rows. Where a label is the target, it may be another
-        # token than the one at its place.
-        target_is_own_token_BA, first_action_column = find_targets_that_are_own_tokens(
+        # The job recorded the log-probs of some positions, of the tokens that stand in the rows. Where a label is the
+        # target, it may be another token than the one at its place.
+        target_equals_input_token_BA, first_action_column = find_targets_equal_to_input_tokens(
             with_rows_reversed(batch) if is_reversed else batch
         )
         action_mask_BA = inputs.actor_inputs.action_mask_BA
-        needs_all_action_tokens = self.details_folder is not None or _has_output_of_every_token(call)
-        return ReplayedPass(
-            token_log_probs=sample_log_probs(
-                outcome.log_probs_BA,
-                action_mask_BA & target_is_own_token_BA.to(self.world.device),
-                read_token_positions(call, *batch.sequences_BS.shape),
-                first=first_action_column,
-                is_reversed=is_reversed,
-            ),
-            action_log_probs=list_action_log_probs(outcome.log_probs_BA, action_mask_BA, is_reversed=is_reversed)
-            if needs_all_action_tokens
-            else (),
+        needs_all_action_tokens = self.details_folder is not None or _has_output_of_every_token(captured_pass)
+        token_log_probs = sample_log_probs(
+            outcome.log_probs_BA,
+            action_mask_BA & target_equals_input_token_BA.to(self.world.device),
+            read_token_positions(captured_pass, *batch.sequences_BS.shape),
+            first=first_action_column,
+            is_reversed=is_reversed,
         )
+        if not needs_all_action_tokens:
+            return token_log_probs, ()
+        return token_log_probs, list_action_log_probs(outcome.log_probs_BA, action_mask_BA, is_reversed=is_reversed)
 
 
-def _locate_tokens(call: Call, batch: MicroBatch) -> token_log_probs.TokenPlaces:
+def _locate_tokens(captured_pass: Call, batch: MicroBatch) -> token_log_prob_file.TokenPlaces:
     """Return where the log-probs of a pass stand in its rows, and what the job recorded of the same tokens."""
-    target_is_own_token_BA, first_column = find_targets_that_are_own_tokens(batch)
-    is_own = target_is_own_token_BA.tolist()
+    target_equals_input_token_BA, first_column = find_targets_equal_to_input_tokens(batch)
+    is_own = target_equals_input_token_BA.tolist()
     recorded = {
         (row, column): value
-        for (row, column), value in read_recorded_log_probs(call, batch).items()
+        for (row, column), value in read_recorded_log_probs(captured_pass, batch).items()
         if column >= first_column and is_own[row][column - first_column]
     }
-    return token_log_probs.TokenPlaces(num_rows=batch.num_rows, first_column=first_column, recorded=recorded)
+    return token_log_prob_file.TokenPlaces(num_rows=batch.num_rows, first_column=first_column, recorded=recorded)
 
 
-def _has_output_of_every_token(call: Call) -> bool:
+def _has_output_of_every_token(captured_pass: Call) -> bool:
     """Did the job record the values of an output that has a number for each token, such as log-probs?"""
-    return any(name.endswith("_values") for name in call.outputs)
+    return any(name.endswith("_values") for name in captured_pass.outputs)
 
 
 def _describe_input(batch: MicroBatch) -> InputSection:

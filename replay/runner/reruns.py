@@ -117,7 +117,7 @@ class Reruns:
             inputs=self.inputs,
             has_adapter=self.source.adapter is not None,
         )
-        return analysis.describe_first_failure(own_records, self.replayer.actor.backend.model)
+        return analysis.describe_first_failure(own_records, self.replayer.reopenable_actor.backend.model)
 
     @property
     def _actor_to_advise(self) -> ActorSpec:
@@ -147,7 +147,7 @@ class Reruns:
         self._restore_window(records, index)
         device = self.world.device
         file = self.folder / f"rank{self.world.rank}.profile.json.gz"
-        rank = profile_pass(run, self.replayer.actor.backend.model, self.spec.actor, device, file)
+        rank = profile_pass(run, self.replayer.reopenable_actor.backend.model, self.spec.actor, device, file)
         if errors:
             self._stop_other_ranks(errors[0], index)
             return None, f"nothing: pass {index + 1} failed when it was run once more: {describe_error(errors[0])}"
@@ -213,7 +213,9 @@ class Reruns:
         with ExitStack() as stack:
 
             def run(history: "AllocationHistory") -> Exception | None:
-                own_pass, error = replay([AllocationHistoryMarker(history, self.replayer.actor.backend.model)])
+                own_pass, error = replay(
+                    [AllocationHistoryMarker(history, self.replayer.reopenable_actor.backend.model)]
+                )
                 results.append((own_pass, error))
                 record = own_pass.record
                 history.num_tokens = (
@@ -228,7 +230,7 @@ class Reruns:
 
             rank = find_peak_holders(
                 run,
-                self.replayer.actor.backend.model,
+                self.replayer.reopenable_actor.backend.model,
                 self.source.config,
                 self._actor_to_advise,
                 self.world.device,

@@ -423,8 +423,8 @@ def prepare_actor_inputs(batch: MicroBatch, spec: ActorSpec, model: ModelSource,
     """
     check_vocabulary(batch, model)
     layout = model.layout_under(spec)
-    # Rows are joined even where `arrange` parts them again, one document a row: it needs the borders, which only joined
-    # rows have.
+    # `joins_rows` says how rows are prepared, `packs` how the model is fed. Rows are joined even where `arrange` parts
+    # them again, one document a row: it needs the borders, which only joined rows have.
     inputs = arrange(prepare_inputs(batch, packing=layout.joins_rows), layout)
     if (
         inputs.attention_mask_BS is not None

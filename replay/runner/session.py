@@ -212,7 +212,7 @@ class Session:
             end_reason=None,
             reruns=reruns,
             earlier_records=self.earlier.records,
-            step_lines=replayer.follower.describe(),
+            step_lines=replayer.step_replayer.describe(),
         )
 
     def _make_reruns(self, replayer: Replayer) -> Reruns:
@@ -248,12 +248,12 @@ class Session:
         self.watch.tracker.enter_phase(RankPhase.GATHERING)
         rank_passes: list[PassPair] = self.world.gather(own_pass)
         if replayer.non_finite_search.is_needed([rank_pass.record for rank_pass in rank_passes]):
-            own_pass = own_pass._replace(record=replayer.search_latest_pass(own_pass.record))
+            own_pass = own_pass._replace(record=replayer.find_non_finite_in_latest_pass(own_pass.record))
             self.logbook.write_again(own_pass.record)
             rank_passes = self.world.gather(own_pass)
         rank_records = [rank_pass.record for rank_pass in rank_passes]
         if replayer.needs_second_run(rank_records):
-            own_pass = own_pass._replace(record=replayer.add_second_run(own_pass.record, rank_records))
+            own_pass = own_pass._replace(record=replayer.time_second_run(own_pass.record, rank_records))
             self.logbook.write_again(own_pass.record)
             rank_passes = self.world.gather(own_pass)
         else:

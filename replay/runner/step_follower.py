@@ -77,7 +77,7 @@ class StepFollower:
         settings = replace(settings, needs_finite=True)
         return replace(inputs, step_timing=StepTiming.UNMEASURED, step_settings=settings)
 
-    def stop(self, why: str) -> None:
+    def stop_replaying_steps(self, why: str) -> None:
         """Follow no more of the job's steps."""
         self.why_stopped = self.why_stopped or why
 
@@ -95,10 +95,10 @@ class StepFollower:
         if not self.has_stepped:
             self.why_stopped = f"the gradient of step {num_steps + 1} is not finite here"
 
-    def forget(self, why: str) -> None:
+    def restart(self, why: str) -> None:
         """Begin again: the actor was opened anew, with the weights that the run began with."""
         self.num_steps, self.has_stepped, self.state_bytes, self._first_num_steps = 0, False, 0, None
-        self.stop(why)
+        self.stop_replaying_steps(why)
 
     @torch.no_grad()
     def sample_weights(
@@ -143,7 +143,7 @@ class StepFollower:
             value - start + initial for value, start, initial in zip(values, rounded, initial_values, strict=True)
         )
 
-    def leave_out_state(self, cost: CostSection) -> CostSection:
+    def subtract_optimizer_state_bytes(self, cost: CostSection) -> CostSection:
         """Return what a pass cost without the optimizer's state, if nobody asked for steps.
 
         Call it before `note_pass`: a first unasked step makes the state when the pass has been measured.

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from actor_init.inputs.packing import ActorInputs, find_targets_that_are_own_tokens
+from actor_init.inputs.packing import ActorInputs, find_targets_equal_to_input_tokens
 from capture.file_format.capture_file import Call
 from capture.file_format.micro_batch import MicroBatch
 from replay.tolerances.job_bounds import LOG_PROBS, LOSS, TOKENS, measure_difference
@@ -36,7 +36,7 @@ class TrialEvaluator:
         """Return the pass as if the replay had computed these log-probs, and this loss; None: the replay's function."""
         record, recorded, replayed = self.own_pass
         prepared = self.prepared
-        is_target_BA, first_column = find_targets_that_are_own_tokens(self.batch)
+        is_target_BA, first_column = find_targets_equal_to_input_tokens(self.batch)
         if loss is None and not self.has_objective:
             loss = float(-log_probs_BA.sum() / prepared.action_mask_BA.sum().clamp(min=1))
         result = replace(record.result, loss=loss, row_log_probs=log_probs_BA.sum(dim=1).tolist())

@@ -413,7 +413,7 @@ def describe_mixed_recordings(passes: Sequence[tuple[PassRecord, RecordedPass]])
     )
 
 
-def doubt_claims_with_router_loss(recorded: RecordedPass, why: str) -> RecordedPass:
+def mark_losses_unreliable(recorded: RecordedPass, why: str) -> RecordedPass:
     """Return `recorded`, its loss and gradient norm doubted since they hold a routers' loss that is not computed here.
 
     why  it is not

@@ -247,7 +247,7 @@ def another_rank_s_input(world: World) -> Iterator[None]:
         is_own_BA = torch.ones_like(firsts[0].action_mask_BA, device="cpu")
         return is_own_BA, batch.sequences_BS.shape[1] - is_own_BA.shape[1]
 
-    with _other_inputs(repeated), patch("replay.runner.replayer.find_targets_that_are_own_tokens", all_own):
+    with _other_inputs(repeated), patch("replay.runner.replayer.find_targets_equal_to_input_tokens", all_own):
         yield
 
 

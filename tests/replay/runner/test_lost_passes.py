@@ -49,10 +49,10 @@ def test_the_windows_behind_a_lost_pass_are_as_without_it(lost: int, is_run: boo
         if index != lost or is_run:
             window.enter_pass(index, {}, {}, backend)  # type: ignore[arg-type]
         if index == lost:
-            begins_anew |= window.lose_pass(index)
+            begins_anew |= window.count_failed_pass(index)
             if begins_anew:
                 backend = CountingBackend()
-                window.forget_backend()
+                window.reset_for_new_backend()
             continue
         is_last = window.ends_with_next_pass(runs_backward=True)
         assert is_last is ((backend.count + 1) % SIZE == 0)
@@ -78,11 +78,11 @@ def test_a_pass_that_failed_after_it_ran_is_counted_once_and_has_its_window_too(
     replayer = SimpleNamespace(
         window=window,
         spec=SimpleNamespace(measure=SimpleNamespace(backward=True)),
-        follower=SimpleNamespace(stop=lambda why: None),
+        step_replayer=SimpleNamespace(stop_replaying_steps=lambda why: None),
         _is_pass_counted=is_counted,
         _must_reopen=False,
     )
-    failed = Replayer._lose_pass(cast(Any, replayer), record(3))
+    failed = Replayer._count_failed_pass(cast(Any, replayer), record(3))
     assert (failed.window, window.num_passes, window.is_incomplete) == (3, 1, not is_counted)
 
 

@@ -53,7 +53,7 @@ def run(follower: StepFollower, backend: CountingBackend, index: int, *, steps: 
     )
     inputs = follower.plan_step(made, index, cast(Any, backend))
     backend.num_steps += steps and (inputs.step_timing is not StepTiming.NONE)
-    cost = follower.leave_out_state(COST)
+    cost = follower.subtract_optimizer_state_bytes(COST)
     follower.note_pass(inputs, cast(Any, backend))
     return inputs, cost
 
@@ -91,7 +91,7 @@ def test_a_gradient_that_is_not_finite_ends_the_steps() -> None:
 def test_behind_a_failed_pass_the_weights_are_those_of_the_beginning() -> None:
     follower, backend = follow(), CountingBackend()
     run(follower, backend, 0)
-    follower.forget("a pass failed")
+    follower.restart("a pass failed")
     assert (follower.num_steps, follower.state_bytes) == (0, 0)
     assert run(follower, CountingBackend(), 1)[0].step_timing is StepTiming.NONE
     assert "1 step" in follower.describe()[0][1]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from actor_init.action_log_probs import action_log_probs
-from actor_init.inputs.packing import find_targets_that_are_own_tokens, prepare_inputs
+from actor_init.inputs.packing import find_targets_equal_to_input_tokens, prepare_inputs
 from capture import capture_files, recording
 from capture.file_format.capture_file import read_call
 from capture.file_format.micro_batch import MicroBatch, Origin, with_shift_labels_as_labels
@@ -130,12 +130,12 @@ def test_where_a_target_is_another_token_no_log_prob_of_the_rows_own_is_compared
     batch = shifted(torch.zeros(1, 4, dtype=torch.long), torch.ones(1, 4, dtype=torch.bool))
     ids = batch.sequences_BS[0].tolist()
     own = shifted(torch.tensor([[ids[1], 96 - ids[2], ids[3], 5]]), batch.attention_mask_BS)
-    is_own_BA, first = find_targets_that_are_own_tokens(own)
+    is_own_BA, first = find_targets_equal_to_input_tokens(own)
     assert (is_own_BA.tolist(), first) == ([[True, False, True, False]], 1)
     labelled = with_shift_labels_as_labels(own)
     assert labelled.labels_BS is not None
     assert labelled.labels_BS.tolist() == [[-100, ids[1], 96 - ids[2], ids[3]]]
-    is_own_BA, first = find_targets_that_are_own_tokens(labelled)
+    is_own_BA, first = find_targets_equal_to_input_tokens(labelled)
     assert (is_own_BA.tolist(), first) == ([[True, False, True]], 1)
 
 
