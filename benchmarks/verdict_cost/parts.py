@@ -43,10 +43,10 @@ PARTS = {
     "replay.runner.session:conclude": "concluding",
     "replay.runner.rounding_floor:RunRepeater.replay_inputs": FLOORS,
     "replay.runner.rounding_floor:compute_floors": "comparing the floors' passes",
-    "replay.runner.result:judge_run": "judging",
+    "replay.runner.result:judge_without_causes": "judging",
     "replay.runner.result:run_trials": "trials",
     "replay.runner.result:list_notes": "notes",
-    "replay.verdict.judge:JudgedRun.name_causes": "naming causes",
+    "replay.verdict.judge:JudgedRun.find_causes": "naming causes",
 }
 
 

@@ -37,7 +37,7 @@ from replay.runner.trials import run_trials
 from replay.tolerances.job_bounds import NoiseFloor
 from replay.verdict.causes.trial import TrialReport
 from replay.verdict.findings import VerdictSettings
-from replay.verdict.judge import JudgedRun, PassPair, judge, judge_run
+from replay.verdict.judge import JudgedRun, PassPair, judge, judge_without_causes
 from replay.verdict.loss_remarks import describe_loss_weights
 from replay.verdict.model_facts import ModelDifference
 from replay.verdict.outcomes import Outcome, Verdict
@@ -255,24 +255,24 @@ def conclude(
     if is_measuring and not (is_resumed or ended_early) and rounding_floor.is_floor_needed(repeater, passes):
         if not (measure.second_opinion or rounding_floor.has_coarse_dtype(repeater.spec, passes)):
             # Floors would only widen the bounds. What agrees without them needs none.
-            judged_run = judge_run(passes_with_incidents, settings)
+            judged_run = judge_without_causes(passes_with_incidents, settings)
         if judged_run is None or not judged_run.agrees_throughout:
             settings, fp32_verdict, remarks = _measure_rounding(repeater, passes, settings)
             judged_run = None
-    judged_run = judged_run or judge_run(passes_with_incidents, settings)
-    verdict = judged_run.name_causes()
+    judged_run = judged_run or judge_without_causes(passes_with_incidents, settings)
+    verdict = judged_run.find_causes()
     if fp32_verdict is not None and _is_worse(fp32_verdict, verdict):
         verdict = replace(fp32_verdict, environment=verdict.environment)
     elif measure.trials and not (is_resumed or ended_early):
         report = run_trials(repeater, passes, verdict, settings)
         if report is not None:
-            verdict = judged_run.name_causes(report)
+            verdict = judged_run.find_causes(report)
             remarks = [*remarks, *describe_trials(report)]
         own_gradients, why_not = measure_own_gradients(repeater, passes, verdict)
         if why_not is not None:
             remarks = [*remarks, ("no trial", why_not)]
         if own_gradients:
-            verdict = judged_run.name_causes(report, own_gradients)
+            verdict = judged_run.find_causes(report, own_gradients)
             number = pluralise(len(own_gradients), "pass")
             remarks = [*remarks, ("also ran", f"{number} of one window, each alone, for its own gradient")]
     recording_remarks: Sequence[RecordingRemark] | None = None

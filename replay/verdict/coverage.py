@@ -54,8 +54,8 @@ def _count_steps(windows: Sequence[Sequence[ComparedPass]]) -> int:
 
 
 def _is_judged(verdict: PassVerdict, quantities: Sequence[str]) -> bool:
-    is_open = verdict.outcome in (Outcome.CANNOT_TELL, Outcome.UNSETTLED)
-    return not is_open and any(_is_sharp(finding) for finding in verdict.findings if finding.name in quantities)
+    is_inconclusive = verdict.outcome in (Outcome.CANNOT_TELL, Outcome.UNSETTLED)
+    return not is_inconclusive and any(_is_sharp(finding) for finding in verdict.findings if finding.name in quantities)
 
 
 def _is_sharp(finding: Finding) -> bool:

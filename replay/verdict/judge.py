@@ -60,16 +60,16 @@ from replay.verdict.pass_verdicts import (
     explain_finer_dtype,
     judge_passes,
     judge_windows,
-    keep_worst_of_peers,
-    leave_open,
+    keep_worst_of_tp_and_ring_ranks,
     make_pass_verdict,
+    mark_inconclusive,
     mark_job_dropout_masks,
 )
 from replay.verdict.pass_weights import (
     check_weights,
-    choose_shown_weights,
+    choose_weights_to_show,
     follow_weights_through_steps,
-    note_coarse_steps,
+    mark_steps_lost_to_rounding,
 )
 from replay.verdict.pass_windows import group_into_windows
 from replay.verdict.route_findings import compare_routes
@@ -78,8 +78,8 @@ from replay.verdict.route_findings import compare_routes
 class PassPair(NamedTuple):
     """One pass on one rank, in the job and in the replay: what a verdict needs of it.
 
-    record    the replay's record of the pass; in this module's functions `replay_record`
-    recorded  what the job recorded of it, here `job_pass`; None where the capture could not be read
+    record    the replay's record of the pass
+    recorded  what the job recorded of it; None where the capture could not be read
     replayed  what the replay computed besides its record
     """
 
@@ -90,7 +90,7 @@ class PassPair(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JudgedRun:
-    """The verdict on a run before its causes are named. They are named again whenever more is known.
+    """The verdict on a run before its causes are found. They are found again whenever more is known.
 
     verdict   without causes
     evidence  what the causes are found from; None where the passes cannot be judged
@@ -101,10 +101,10 @@ class JudgedRun:
 
     @property
     def agrees_throughout(self) -> bool:
-        """Do all passes and steps agree with the job, none of them left open?"""
+        """Do all passes and steps agree with the job, none of them inconclusive?"""
         return self.verdict.outcome is Outcome.REPRODUCED and self.verdict.coverage.is_whole
 
-    def name_causes(self, trials: TrialReport | None = None, own_gradients: Sequence[OwnGradient] = ()) -> Verdict:
+    def find_causes(self, trials: TrialReport | None = None, own_gradients: Sequence[OwnGradient] = ()) -> Verdict:
         """Return the verdict with its causes.
 
         trials         what came of running a wrong forward again under hypotheses
@@ -121,37 +121,37 @@ class JudgedRun:
 
 
 def judge(passes: Sequence[PassPair], settings: VerdictSettings) -> Verdict:
-    """Judge whether the replay reproduced the job, and name the causes that the passes alone tell."""
-    return judge_run(passes, settings).name_causes()
+    """Judge whether the replay reproduced the job, and find the causes that the passes alone tell."""
+    return judge_without_causes(passes, settings).find_causes()
 
 
-def judge_run(passes: Sequence[PassPair], settings: VerdictSettings) -> JudgedRun:
+def judge_without_causes(passes: Sequence[PassPair], settings: VerdictSettings) -> JudgedRun:
     """Judge whether the replay reproduced the job, from the passes of all ranks, in the order of pass and rank.
 
     A window is the passes, of all data ranks, that one optimizer step takes its gradient from. The plan:
 
     1. Compare the numbers that the job recorded of each pass with the replay's. Passes that come from several
-       recordings in one folder are not judged. Where the job's own code clipped gradients, so are the replay's, before
-       the windows are compared.
+       recordings in one folder are not judged. Where the job's own code clipped gradients, the replay's are clipped
+       too, before the windows are compared.
     2. Check that each pass ran on the job's weights. The passes between two optimizer steps ran on the same weights, so
-       their samples of the weights are merged. Where the replay makes optimizer steps too, for --step or unasked,
+       their samples of the weights are merged. Where the replay makes optimizer steps too, with --step or by default,
        its weights stay the job's as long as each of its steps equalled the job's step.
     3. Judge each pass. With other dropout masks its numbers differ by chance, so numbers that differ are DIFFERS only
        where the masks are known to be the job's: from the generators' states before and after the forward
        (`dropout_masks`). A training pass whose numbers agree had the job's masks.
     4. Judge the gradient of each window. Under dropout that needs point 3: the gradient is comparable if all passes of
        the window had the job's masks.
-    5. Where a finer dtype than the job's was typed, nothing is REPRODUCED: the job's rounding hides more than the
-       replay's.
+    5. Where a higher precision than the job's was asked for, nothing is REPRODUCED: the job's rounding hides more than
+       the replay's.
     6. Choose the outcome of the run: DIFFERS if any pass or gradient differs, else UNSETTLED if any is unsettled, else
        REPRODUCED if any is reproduced, else CANNOT TELL.
     """
-    indexed_passes = [(replay_record.index, job_pass) for replay_record, job_pass, _ in passes if job_pass is not None]
-    # Where DDP did not reduce the gradients, that is a difference of the job's wrapper.
-    unreduced_steps = find_unreduced_steps([job_pass for _, job_pass in indexed_passes])
+    indexed_passes = [(record.index, recorded) for record, recorded, _ in passes if recorded is not None]
+    # Where the job's DDP did not reduce the gradients, the job wrapped its model otherwise than the replay does.
+    unreduced_steps = find_unreduced_steps([recorded for _, recorded in indexed_passes])
     model_differences = [*settings.model_differences, *unreduced_steps]
     # The comparison of each pass has to know whether its weights are in doubt because earlier steps were rounded.
-    settings = note_coarse_steps(indexed_passes, replace(settings, model_differences=model_differences))
+    settings = mark_steps_lost_to_rounding(indexed_passes, replace(settings, model_differences=model_differences))
     compared_passes = _compare_passes(passes, settings)
     mixed_recordings = describe_mixed_recordings(
         [(compared_pass.record, compared_pass.recorded) for compared_pass in compared_passes]
@@ -166,11 +166,12 @@ def judge_run(passes: Sequence[PassPair], settings: VerdictSettings) -> JudgedRu
         compared_passes = follow_weights_through_steps(compared_passes, settings)
 
     compared_passes = mark_job_dropout_masks(compared_passes, settings)
-    pass_verdicts = keep_worst_of_peers(compared_passes, judge_passes(compared_passes, settings))
+    pass_verdicts = keep_worst_of_tp_and_ring_ranks(compared_passes, judge_passes(compared_passes, settings))
     window_verdicts = judge_windows(compared_passes, settings)
     job_dtype = _find_coarsest_dtype(compared_passes)
-    if (why_open := explain_finer_dtype(job_dtype, settings)) is not None:
-        pass_verdicts, window_verdicts = leave_open(pass_verdicts, why_open), leave_open(window_verdicts, why_open)
+    if (why_inconclusive := explain_finer_dtype(job_dtype, settings)) is not None:
+        pass_verdicts = mark_inconclusive(pass_verdicts, why_inconclusive)
+        window_verdicts = mark_inconclusive(window_verdicts, why_inconclusive)
 
     # In the order of the passes: a window's verdict, a PassVerdict too, comes after that of its last pass. So a wrong
     # gradient comes before the wrong numbers that it causes in later passes.
@@ -185,15 +186,17 @@ def judge_run(passes: Sequence[PassPair], settings: VerdictSettings) -> JudgedRu
         settings=settings,
         environment=environment,
     )
+    first_difference = _find_first_difference(verdicts, outcome)
+    worst_findings = select_worst_findings(verdicts)
     verdict = Verdict(
         outcome=outcome,
         reason=_choose_reason(verdicts, outcome),
         counts=dict(Counter(verdict.outcome for verdict in pass_verdicts)),
         window_counts=dict(Counter(verdict.outcome for verdict in window_verdicts)),
-        first=_find_first_difference(verdicts, outcome),
-        worst=select_worst_findings(verdicts),
-        open=_select_open_findings(verdicts),
-        weights=choose_shown_weights(compared_passes),
+        first=first_difference,
+        worst=worst_findings,
+        open=_select_inconclusive_findings(verdicts),
+        weights=choose_weights_to_show(compared_passes),
         environment=environment,
         dtypes=(job_dtype, settings.dtype),
         floors=settings.floors,
@@ -207,39 +210,37 @@ def judge_run(passes: Sequence[PassPair], settings: VerdictSettings) -> JudgedRu
 
 def _compare_passes(passes: Sequence[PassPair], settings: VerdictSettings) -> list[ComparedPass]:
     """Compare the numbers of each pass whose capture could be read."""
-    readable = [
-        (replay_record, job_pass, replayed) for replay_record, job_pass, replayed in passes if job_pass is not None
-    ]
+    readable = [(record, recorded, replayed) for record, recorded, replayed in passes if recorded is not None]
     # A norm comes with the last pass of a window. So if this pass and the one before both have a norm, this pass is a
     # window of its own. Otherwise nothing but a recorded step tells how many passes a norm is of.
     passes_with_grad_norm = {
-        (job_pass.rank, job_pass.forward_number)
-        for _, job_pass, _ in readable
-        if any(claim.name == GRAD_NORM for claim in job_pass.claims)
+        (recorded.rank, recorded.forward_number)
+        for _, recorded, _ in readable
+        if any(claim.name == GRAD_NORM for claim in recorded.claims)
     }
     compared_passes = [
         ComparedPass(
-            record=replay_record,
-            recorded=job_pass,
+            record=record,
+            recorded=recorded,
             replayed=replayed,
             findings=[
-                *compare_pass(replay_record, job_pass, replayed, settings),
-                *compare_routes(replay_record, job_pass, replayed, settings),
+                *compare_pass(record, recorded, replayed, settings),
+                *compare_routes(record, recorded, replayed, settings),
             ],
-            weights=job_pass.weights,
-            previous_pass_has_grad_norm=job_pass.forward_number is not None
-            and (job_pass.rank, job_pass.forward_number - 1) in passes_with_grad_norm,
+            weights=recorded.weights,
+            previous_pass_has_grad_norm=recorded.forward_number is not None
+            and (recorded.rank, recorded.forward_number - 1) in passes_with_grad_norm,
         )
-        for replay_record, job_pass, replayed in readable
+        for record, recorded, replayed in readable
     ]
     return [_account_for_masks(compared_pass, settings) for compared_pass in compared_passes]
 
 
 def _account_for_masks(compared_pass: ComparedPass, settings: VerdictSettings) -> ComparedPass:
     """Return the pass with what is known of its dropout masks, and with the findings as that changes them."""
-    job_pass = compared_pass.recorded
-    masks = compare_masks(job_pass, compared_pass.replayed, settings)
-    findings, masks = judge_masks(compared_pass.findings, masks, job_pass, settings)
+    recorded = compared_pass.recorded
+    masks = compare_masks(recorded, compared_pass.replayed, settings)
+    findings, masks = judge_masks(compared_pass.findings, masks, recorded, settings)
     return replace(compared_pass, findings=findings, masks=masks)
 
 
@@ -249,7 +250,7 @@ def _refuse_to_judge(compared_passes: Sequence[ComparedPass], reason: str, setti
         make_pass_verdict(replace(compared_pass, findings=()), Outcome.CANNOT_TELL, reason)
         for compared_pass in compared_passes
     ]
-    verdicts = keep_worst_of_peers(compared_passes, verdicts)
+    verdicts = keep_worst_of_tp_and_ring_ranks(compared_passes, verdicts)
     return Verdict(
         outcome=Outcome.CANNOT_TELL,
         reason=reason,
@@ -292,7 +293,7 @@ def _find_first_difference(verdicts: Sequence[PassVerdict], outcome: Outcome) ->
     return next(verdict for verdict in verdicts if verdict.outcome is outcome)
 
 
-def _select_open_findings(verdicts: Sequence[PassVerdict]) -> list[Finding]:
+def _select_inconclusive_findings(verdicts: Sequence[PassVerdict]) -> list[Finding]:
     """Select the first finding of each quantity that is not judged, or unsettled.
 
     Left out are passes with other weights than the job's, and doubts that are about dropout masks.
@@ -300,8 +301,8 @@ def _select_open_findings(verdicts: Sequence[PassVerdict]) -> list[Finding]:
     first: dict[str, Finding] = {}
     for verdict in verdicts:
         for finding in verdict.findings if verdict.reason != OTHER_WEIGHTS else ():
-            is_open = finding.status in (FindingStatus.NOT_JUDGED, FindingStatus.UNSETTLED)
-            if is_open and not is_about_masks(finding.doubt):
+            is_inconclusive = finding.status in (FindingStatus.NOT_JUDGED, FindingStatus.UNSETTLED)
+            if is_inconclusive and not is_about_masks(finding.doubt):
                 first.setdefault(finding.name, finding)
     return list(first.values())
 
@@ -315,9 +316,9 @@ def _compare_environments(
     """
     job_values: dict[str, list[str]] = {}
     for compared_pass in compared_passes:
-        job_pass = compared_pass.recorded
-        coarsest = {"dtype": max(job_pass.dtypes, key=roundoff)} if job_pass.dtypes else {}
-        for name, value in {**job_pass.environment, **coarsest}.items():
+        recorded = compared_pass.recorded
+        coarsest = {"dtype": max(recorded.dtypes, key=roundoff)} if recorded.dtypes else {}
+        for name, value in {**recorded.environment, **coarsest}.items():
             if value not in job_values.setdefault(name, []):
                 job_values[name].append(value)
     shared = [name for name in job_values if name in settings.environment]

@@ -16,7 +16,7 @@ from replay.verdict.pass_values import WeightComparison
 
 OTHER_WEIGHTS, FAILED = "other weights", "the pass failed"
 # Each is the reason for all numbers of a pass at once. So a gradient that has such a reason is not left open
-# (`_is_open_gradient` of pass_verdicts.py), and they come last in `count_reasons`.
+# (`_is_inconclusive_gradient` of pass_verdicts.py), and they come last in `count_reasons`.
 WHOLE_PASS_REASONS = (OTHER_WEIGHTS, FAILED)
 FINER_DTYPE = "computed in a finer dtype than the job"
 NOT_REPLAYED = "what was recorded was not replayed"

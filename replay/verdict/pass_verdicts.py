@@ -159,7 +159,7 @@ def make_pass_verdict(compared_pass: ComparedPass, outcome: Outcome, reason: str
 
 
 def explain_finer_dtype(job_dtype: str, settings: VerdictSettings) -> str | None:
-    """Say that a finer dtype was typed than the job is known to have computed in; None where that is not so.
+    """Say that a higher precision was asked for than the job is known to have computed in; None where it was not.
 
     Numbers that agree then are as far apart as the job's own rounding allows, and it may hide what is wrong.
     """
@@ -168,7 +168,7 @@ def explain_finer_dtype(job_dtype: str, settings: VerdictSettings) -> str | None
     return f"{FINER_DTYPE}: in {settings.dtype}, as typed, and the job in {job_dtype}, whose rounding hides more"
 
 
-def leave_open(verdicts: Sequence[PassVerdict], reason: str) -> list[PassVerdict]:
+def mark_inconclusive(verdicts: Sequence[PassVerdict], reason: str) -> list[PassVerdict]:
     """Return the verdicts with UNSETTLED in place of REPRODUCED."""
     return [
         replace(verdict, outcome=Outcome.UNSETTLED, reason=reason) if verdict.outcome is Outcome.REPRODUCED else verdict
@@ -176,7 +176,9 @@ def leave_open(verdicts: Sequence[PassVerdict], reason: str) -> list[PassVerdict
     ]
 
 
-def keep_worst_of_peers(compared_passes: Sequence[ComparedPass], verdicts: Sequence[PassVerdict]) -> list[PassVerdict]:
+def keep_worst_of_tp_and_ring_ranks(
+    compared_passes: Sequence[ComparedPass], verdicts: Sequence[PassVerdict]
+) -> list[PassVerdict]:
     """Keep one verdict for each micro-batch: the worst of the tp and ring peers that computed it together."""
     severity = (Outcome.DIFFERS, Outcome.UNSETTLED, Outcome.CANNOT_TELL, Outcome.REPRODUCED)
     worst: dict[tuple[int, int], PassVerdict] = {}
@@ -193,7 +195,7 @@ def judge_windows(compared_passes: Sequence[ComparedPass], settings: VerdictSett
 
     Training is about gradients, so agreeing losses alone do not make a run REPRODUCED if gradients were recorded. If no
     window's gradient could be judged, the verdict on each window whose recorded gradient is left open
-    (`_is_open_gradient`) becomes UNSETTLED; but not after steps that nobody asked for.
+    (`_is_inconclusive_gradient`) becomes UNSETTLED; but not after steps that nobody asked for.
     """
     verdicts = [
         (window[-1], verdict)
@@ -204,7 +206,7 @@ def judge_windows(compared_passes: Sequence[ComparedPass], settings: VerdictSett
         return [verdict for _, verdict in verdicts]
     return [
         replace(verdict, outcome=Outcome.UNSETTLED)
-        if _is_open_gradient(verdict) and not _is_after_unasked_step(last_pass, settings)
+        if _is_inconclusive_gradient(verdict) and not _is_after_unasked_step(last_pass, settings)
         else verdict
         for last_pass, verdict in verdicts
     ]
@@ -238,7 +240,7 @@ def _judge_window(
     )
 
 
-def _is_open_gradient(verdict: PassVerdict) -> bool:
+def _is_inconclusive_gradient(verdict: PassVerdict) -> bool:
     """Tell whether a recorded gradient could not be judged, and neither rounding nor other dropout masks explain that.
 
     Nor a reason of the whole pass: other weights, or a pass that failed.

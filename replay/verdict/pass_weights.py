@@ -129,7 +129,9 @@ def merge_comparisons(comparisons: Sequence[WeightComparison]) -> WeightComparis
     )
 
 
-def note_coarse_steps(passes: Sequence[tuple[int, RecordedPass]], settings: VerdictSettings) -> VerdictSettings:
+def mark_steps_lost_to_rounding(
+    passes: Sequence[tuple[int, RecordedPass]], settings: VerdictSettings
+) -> VerdictSettings:
     """Note in the settings from which pass on an optimizer that rounds its steps leaves the weights in doubt.
 
     Behind such a step no floor holds, as two trainings that differ in rounding alone part in steps of that rounding.
@@ -226,7 +228,7 @@ def _explain_step_count(recorded: RecordedPass, first_window: Sequence[ComparedP
     return f"the job had taken {job_steps} before this pass, the replay {num_steps}"
 
 
-def choose_shown_weights(compared_passes: Sequence[ComparedPass]) -> WeightComparison | None:
+def choose_weights_to_show(compared_passes: Sequence[ComparedPass]) -> WeightComparison | None:
     """Choose the weights to show: those of the first pass with other ones, else all passes' samples together."""
     comparisons = [compared_pass.weights for compared_pass in compared_passes]
     if not comparisons:
