@@ -55,7 +55,7 @@ class Job:
         if num_ranks == 1:
             changed = _changed(home)
             runs["changed"] = [*self.arguments[:2], "--weights", str(changed), "--backend", "fsdp2"]
-        # What is compiled has graphs alone: kernels, which are torch's, would take most of the time of these tests.
+        # What is compiled has graphs alone: kernels are torch's.
         self.logs = replayed(runs, num_ranks, Path(MODEL), home, graphs=True)
 
     def read_run(self, name: str) -> dict[str, Any]:
