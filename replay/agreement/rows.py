@@ -18,7 +18,7 @@ from actor_init.spec import UsageError
 from replay.agreement.plan import REPEATS, Cell, ParityPlan, Role
 from replay.campaign.campaign import Campaign, CampaignJob, FinishedJob
 from replay.options.option_parsing import format_error_with_flags
-from replay.processes.pool import Child
+from replay.processes.pool import ProcessResult
 from replay.runlog.reader import PastRun
 
 
@@ -150,11 +150,11 @@ def folder_name_of(cell: str) -> str:
     return re.sub(r"[^\w.]+", "-", cell).strip("-")
 
 
-def _has_failed_run(child: Child) -> bool:
+def _has_failed_run(child: ProcessResult) -> bool:
     return judge_child(child)[0] is RowState.FAILED
 
 
-def judge_child(child: Child) -> tuple[RowState, str, Path | None]:
+def judge_child(child: ProcessResult) -> tuple[RowState, str, Path | None]:
     """Return the state of a run that has ended, why it is not whole, and the folder of its log."""
     if child.is_refusal:
         return RowState.REFUSED, child.error, None

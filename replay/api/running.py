@@ -20,7 +20,7 @@ from replay.options.spec import ReplaySpec
 from replay.options.value_checks import check_value
 from replay.processes.child_job import ChildJob
 from replay.processes.launch import refuse_process_group
-from replay.processes.pool import OUTPUT, REFUSED_EXIT_CODE, Child, RunningTask, Task
+from replay.processes.pool import OUTPUT, REFUSED_EXIT_CODE, ProcessResult, RunningTask, Task
 from replay.runlog.run_file import RUN_FILE
 from replay.runlog.writer import create_folder, note_log
 
@@ -40,7 +40,7 @@ class RunFailedError(RuntimeError):
     output     the file with what its processes printed
     """
 
-    def __init__(self, child: Child) -> None:
+    def __init__(self, child: ProcessResult) -> None:
         super().__init__(f"the replay ended without a result: {child.error}. What it printed is in {child.output}")
         self.exit_code = child.exit_code
         self.output = child.output
@@ -93,13 +93,15 @@ def run_in_processes(spec: ReplaySpec, num_processes: int, *, python: str = "") 
     return read_result(child, RUN_FILE, ReplayedRun.read)
 
 
-def run_command(command: str, own: Mapping[str, object], spec: ReplaySpec, processes: int | None) -> Child:
+def run_command(command: str, own: Mapping[str, object], spec: ReplaySpec, processes: int | None) -> ProcessResult:
     """Run a command of several actors with its own options, as they would be typed, and return how it ended."""
     num_processes = count_processes(spec.actor.parallel, processes)
     return run_child(spec, command, num_processes, words=[command, *list_words(own)])
 
 
-def run_child(spec: ReplaySpec, name: str, num_processes: int, *, words: Sequence[str] = (), python: str = "") -> Child:
+def run_child(
+    spec: ReplaySpec, name: str, num_processes: int, *, words: Sequence[str] = (), python: str = ""
+) -> ProcessResult:
     """Run a replay, or the command that `words` begin with, in processes; return how they ended.
 
     name    of the folder of its logs
@@ -151,7 +153,7 @@ def _delay_interruption() -> Iterator[Callable[[], None]]:
         signal.signal(signal.SIGINT, before)
 
 
-def read_result(child: Child, file: str, read: Callable[[Path], T]) -> T:
+def read_result(child: ProcessResult, file: str, read: Callable[[Path], T]) -> T:
     """Read what ended processes left, from the folder that holds `file`. Raises what kept them from leaving it."""
     for path in child.logs.glob(f"*/{file}"):
         return read(path.parent)
@@ -162,7 +164,7 @@ def read_result(child: Child, file: str, read: Callable[[Path], T]) -> T:
     raise RunFailedError(child)
 
 
-def read_whole_result(child: Child, file: str, read: Callable[[Path], GrowingT]) -> GrowingT:
+def read_whole_result(child: ProcessResult, file: str, read: Callable[[Path], GrowingT]) -> GrowingT:
     """Read what ended processes left, as `read_result` does. Raises RunFailedError too where they broke off."""
     from replay.campaign.result import ResultStatus
 

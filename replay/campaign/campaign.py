@@ -40,8 +40,8 @@ from replay.processes.child_job import ChildJob
 from replay.processes.pool import (
     OUTPUT,
     REFUSED_EXIT_CODE,
-    Child,
     Machine,
+    ProcessResult,
     RunLimits,
     RunTasks,
     Task,
@@ -86,7 +86,7 @@ class CampaignJob:
         return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
-def was_cut_short(child: Child) -> bool:
+def was_cut_short(child: ProcessResult) -> bool:
     """Did the replay end without an answer, by a signal or its time limit?
 
     Exit codes 0, 1 (it ran and reports a failure) and 2 (it refused its options) are answers.
@@ -105,7 +105,7 @@ class FinishedJob(NamedTuple):
     """
 
     position: int
-    child: Child
+    child: ProcessResult
     ran_alone: bool
     is_new: bool
 
@@ -143,8 +143,8 @@ class Campaign(Generic[PlanT]):
     """The campaign jobs of one command: which of them have ended, and where and under which limits the others run.
 
     folder      holds everything that the campaign writes
-    name        of the command, such as `scan`
-    command     the command line that a user types to repeat the campaign
+    command_name  of the command, such as `scan`
+    command_line  what a user types to repeat the campaign
     machine     on which the campaign was begun
     plan        from which the command makes its campaign jobs; read and written as JSON
     versions    of the libraries with which the campaign was begun
@@ -154,15 +154,15 @@ class Campaign(Generic[PlanT]):
     """
 
     folder: Path
-    name: str
-    command: str
+    command_name: str
+    command_line: str
     machine: Machine
     plan: PlanT
     versions: Mapping[str, str | None] = field(default_factory=list_versions)
     result: Any = None
-    must_run_again: Callable[[Child], bool] = was_cut_short
+    must_run_again: Callable[[ProcessResult], bool] = was_cut_short
     _lines_by_digest: dict[str, _JournalLine] = field(default_factory=dict)
-    _run_tasks: RunTasks | None = None
+    _task_runner: RunTasks | None = None
     _jobs_run_alone: bool = True
     _max_seconds_per_job: float = 0.0
     # No campaign job is started after this time of `time.monotonic`.
@@ -181,8 +181,8 @@ class Campaign(Generic[PlanT]):
         """Begin a campaign in a folder that exists and holds the inputs that its plan needs."""
         campaign = cls(
             folder=folder,
-            name=name,
-            command=shlex.join(["replay", name, *arguments]),
+            command_name=name,
+            command_line=shlex.join(["replay", name, *arguments]),
             machine=machine,
             plan=plan,
         )
@@ -217,12 +217,12 @@ class Campaign(Generic[PlanT]):
             raise UsageError(f"{message}. Try: replay {name}, from the beginning") from error
         return cls(
             folder=folder,
-            name=name,
-            command=file.command,
+            command_name=name,
+            command_line=file.command,
             machine=file.machine,
             versions=file.versions,
             plan=plan,
-            # A campaign job that ran again has several lines, of which the last one holds.
+            # A campaign job that ran again has several lines, of which the last one counts.
             _lines_by_digest={line.job: line for line in lines},
         )
 
@@ -230,7 +230,7 @@ class Campaign(Generic[PlanT]):
         """Write the plan and what is known of the result."""
         content = CampaignFile(
             format=FORMAT,
-            command=self.command,
+            command=self.command_line,
             machine=self.machine,
             versions=self.versions,
             plan=to_json(self.plan),
@@ -240,12 +240,12 @@ class Campaign(Generic[PlanT]):
 
     @property
     def path(self) -> Path:
-        return self.folder / f"{self.name}.json"
+        return self.folder / f"{self.command_name}.json"
 
     @property
     def continue_command(self) -> str:
         """Return the command that a user types to run the campaign jobs that have not ended."""
-        return f"replay {self.name} --continue {self.folder}"
+        return f"replay {self.command_name} --continue {self.folder}"
 
     def open(self, executor: Executor, limits: RunLimits, *, storage: str | None = None) -> None:
         """Make the campaign ready to run its jobs on `executor`; the time limit for all of them begins now.
@@ -254,14 +254,14 @@ class Campaign(Generic[PlanT]):
         """
         self._max_seconds_per_job, self._start_deadline = limits.run_seconds, limits.compute_deadline()
         if storage is None:
-            self._run_tasks = executor.make_runner(self.folder, self.machine, limits.at_once)
+            self._task_runner = executor.make_runner(self.folder, self.machine, limits.max_parallel)
         else:
-            self._run_tasks = executor.make_resumable_runner(self.folder, self.machine, storage)
-        self._jobs_run_alone = executor.gives_whole_machine(self.machine, limits.at_once)
+            self._task_runner = executor.make_resumable_runner(self.folder, self.machine, storage)
+        self._jobs_run_alone = executor.gives_whole_machine(self.machine, limits.max_parallel)
 
     @property
     def num_running(self) -> int:
-        return self._run_tasks.num_running if self._run_tasks is not None else 0
+        return self._task_runner.num_running if self._task_runner is not None else 0
 
     @property
     def num_finished(self) -> int:
@@ -273,23 +273,23 @@ class Campaign(Generic[PlanT]):
 
         jobs  all that the command will ask for; None: they are not known yet, so some may have to run
         """
-        if jobs is not None and all(self.find_finished(job) for job in jobs):
+        if jobs is not None and all(self.find_finished(campaign_job) for campaign_job in jobs):
             return
         executor.check_machine(self.machine, self.folder)
         refuse_other_versions(self.versions, self.folder)
 
-    def find_finished(self, job: CampaignJob, position: int = 0) -> FinishedJob | None:
+    def find_finished(self, campaign_job: CampaignJob, position: int = 0) -> FinishedJob | None:
         """Return how a campaign job ended, by the journal.
 
         None if it has not ended, or if it has to run again since others ran beside it (`must_run_again`).
 
-        position  of the campaign job among those that the command asked for, which the result is to name
+        position  of the campaign job among those that the command asked for, copied into the result
         """
-        line = self._lines_by_digest.get(job.digest_in(self.folder))
+        line = self._lines_by_digest.get(campaign_job.digest_in(self.folder))
         if line is None:
             return None
         attempt_folder = self.folder / line.attempt
-        child = Child(
+        child = ProcessResult(
             exit_code=line.exit_code, seconds=line.seconds, output=attempt_folder / OUTPUT, logs=attempt_folder
         )
         # The others may have taken the memory or the time that it lacked: alone it might succeed.
@@ -297,12 +297,12 @@ class Campaign(Generic[PlanT]):
             return None
         return FinishedJob(position, child, line.ran_alone, is_new=False)
 
-    def forget(self, job: CampaignJob) -> None:
+    def forget(self, campaign_job: CampaignJob) -> None:
         """Forget, in this process, the result of a campaign job, so that it runs again.
 
-        Its line stays in the journal; of several lines of a campaign job the last one holds.
+        Its line stays in the journal; of several lines of a campaign job the last one counts.
         """
-        self._lines_by_digest.pop(job.digest_in(self.folder), None)
+        self._lines_by_digest.pop(campaign_job.digest_in(self.folder), None)
 
     def run_jobs(
         self,
@@ -316,41 +316,43 @@ class Campaign(Generic[PlanT]):
         A campaign job that the deadline keeps from starting is not yielded.
 
         start_deadline  no campaign job is started after this time of `time.monotonic`; None: as the limits say
-        working_folder  where their relative paths begin
+        working_folder  the folder that relative paths are resolved against
         """
-        assert self._run_tasks is not None, "call open() first"
+        assert self._task_runner is not None, "call open() first"
         pending = {}
-        for position, job in enumerate(jobs):
-            if (finished := self.find_finished(job, position)) is not None:
+        for position, campaign_job in enumerate(jobs):
+            if (finished := self.find_finished(campaign_job, position)) is not None:
                 yield finished
             else:
-                pending[position] = job
-        # A generator, since a task is given the next free folder of its campaign job's attempts when it is made.
-        tasks = ((position, self._make_task(job, working_folder)) for position, job in pending.items())
+                pending[position] = campaign_job
+        # Lazy: making a task claims its attempt folder.
+        tasks = (
+            (position, self._make_task(campaign_job, working_folder)) for position, campaign_job in pending.items()
+        )
         start_deadline = self._start_deadline if start_deadline is None else start_deadline
-        for position, child in self._run_tasks(tasks, until=start_deadline):
+        for position, child in self._task_runner(tasks, until=start_deadline):
             self._record(pending[position], child)
             yield FinishedJob(position, child, self._jobs_run_alone, is_new=True)
 
-    def run(self, job: CampaignJob, working_folder: Path = Path()) -> Child:
-        """Return how one campaign job ended: by the journal, else after a run, even if the time for starts is over."""
-        [finished] = self.run_jobs([job], start_deadline=math.inf, working_folder=working_folder)
+    def run(self, campaign_job: CampaignJob, working_folder: Path = Path()) -> ProcessResult:
+        """Return how one campaign job ended: by the journal, else after a run, ignoring the start deadline."""
+        [finished] = self.run_jobs([campaign_job], start_deadline=math.inf, working_folder=working_folder)
         return finished.child
 
-    def _make_task(self, job: CampaignJob, working_folder: Path) -> Task:
-        return Task.attempt(
-            self.folder / job.home,
-            ChildJob(spec=job.spec.as_child()),
-            num_processes=job.num_processes,
+    def _make_task(self, campaign_job: CampaignJob, working_folder: Path) -> Task:
+        return Task.for_attempt(
+            self.folder / campaign_job.home,
+            ChildJob(spec=campaign_job.spec.for_child_process()),
+            num_processes=campaign_job.num_processes,
             limit=self._max_seconds_per_job,
-            python=job.python,
+            python=campaign_job.python,
             folder=working_folder,
         )
 
-    def _record(self, job: CampaignJob, child: Child) -> None:
+    def _record(self, campaign_job: CampaignJob, child: ProcessResult) -> None:
         """Write a campaign job that has ended into the journal."""
         line = _JournalLine(
-            job=job.digest_in(self.folder),
+            job=campaign_job.digest_in(self.folder),
             exit_code=child.exit_code,
             seconds=child.seconds,
             ran_alone=self._jobs_run_alone,

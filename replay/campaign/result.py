@@ -39,7 +39,7 @@ class CampaignResult:
     @classmethod
     def from_campaign(cls, campaign: Campaign[Any], *, exit_code: int, **fields: Any) -> Self:
         """Return the result of a campaign that has ended, with the fields of the command's own."""
-        return cls.from_parts(campaign.folder, campaign.command, campaign.result, exit_code=exit_code, **fields)
+        return cls.from_parts(campaign.folder, campaign.command_line, campaign.result, exit_code=exit_code, **fields)
 
     @classmethod
     def from_parts(cls, folder: Path, command: str, result: Any, *, exit_code: int, **fields: Any) -> Self:

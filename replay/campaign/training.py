@@ -20,7 +20,7 @@ from actor_init.spec import UsageError
 from replay.campaign.training_rank import train
 from replay.on_ray.cluster import Cluster
 from replay.on_ray.ray_train import FAILED_EXIT_CODE, RayTrainJob, RayTrainProcess, start_ray_train
-from replay.processes.pool import Child, Task
+from replay.processes.pool import ProcessResult, Task
 from replay.runlog.run_file import RUN_FILE
 
 Key = TypeVar("Key")
@@ -63,7 +63,9 @@ class RayTrainings:
     def num_running(self) -> int:
         return int(self._is_running)
 
-    def __call__(self, tasks: Iterable[tuple[Key, Task]], *, until: float = math.inf) -> Generator[tuple[Key, Child]]:
+    def __call__(
+        self, tasks: Iterable[tuple[Key, Task]], *, until: float = math.inf
+    ) -> Generator[tuple[Key, ProcessResult]]:
         """Yield the result of each task as it ends, with its files at home. None starts after `until` (monotonic).
 
         On Ctrl-C, or any other exception here or in the caller's loop, the running one is ended first.
@@ -97,7 +99,7 @@ class RayTrainings:
         finally:
             marker.unlink(missing_ok=True)
 
-    def _train(self, task: Task) -> Child:
+    def _train(self, task: Task) -> ProcessResult:
         began = time.monotonic()
         task.output.parent.mkdir(parents=True, exist_ok=True)
         train_job = RayTrainJob(
@@ -113,7 +115,7 @@ class RayTrainings:
         self._fetch()
         self._cluster.finish(task, self._root, message)
         self._move_aside(task)
-        return Child(exit_code=exit_code, seconds=time.monotonic() - began, output=task.output, logs=task.logs)
+        return ProcessResult(exit_code=exit_code, seconds=time.monotonic() - began, output=task.output, logs=task.logs)
 
     def _follow(self, trainer: RayTrainProcess, task: Task) -> tuple[int | None, str]:
         """Bring home what is written until Ray Train has ended, or until the task's limit or a lost node ends the wait.

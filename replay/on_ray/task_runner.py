@@ -16,7 +16,7 @@ from actor_init.spec import UsageError
 from replay.on_ray.cluster import Cluster
 from replay.on_ray.node_actors import GRACE_SECONDS, RankPlace, RankProcess
 from replay.output.text import pluralise
-from replay.processes.pool import Child, Task
+from replay.processes.pool import ProcessResult, Task
 
 Key = TypeVar("Key")
 POLL_SECONDS = 0.5
@@ -52,14 +52,16 @@ class RayTaskRunner:
     def num_running(self) -> int:
         return len(self._actors)
 
-    def __call__(self, tasks: Iterable[tuple[Key, Task]], *, until: float = math.inf) -> Generator[tuple[Key, Child]]:
+    def __call__(
+        self, tasks: Iterable[tuple[Key, Task]], *, until: float = math.inf
+    ) -> Generator[tuple[Key, ProcessResult]]:
         """Yield the result of each task as it ends, with its files at home. None starts after `until` (monotonic).
 
         On Ctrl-C, or any other exception here or in the caller's loop, running tasks are ended first.
         """
         self._is_ending = False
         waiting = iter(tasks)
-        running: dict[Future[Child | None], tuple[Key, Task]] = {}
+        running: dict[Future[ProcessResult | None], tuple[Key, Task]] = {}
         num_threads = min(self._cluster.num_slots * self._at_once, MAX_TASKS_AT_ONCE)
         with ThreadPoolExecutor(num_threads, thread_name_prefix="cell") as threads:
             try:
@@ -98,7 +100,7 @@ class RayTaskRunner:
             self._copies[inputs] = self._cluster.ship(inputs)
         return self._copies[inputs]
 
-    def _run(self, task: Task, copies: Mapping[str, Path], until: float) -> Child | None:
+    def _run(self, task: Task, copies: Mapping[str, Path], until: float) -> ProcessResult | None:
         """Run one task, in a thread of its own. Returns None if it did not start."""
         from ray.util import placement_group, remove_placement_group
 
@@ -118,7 +120,7 @@ class RayTaskRunner:
                 self._lost_outputs.add(task.output)
                 exit_code = -signal.SIGKILL
             seconds = time.monotonic() - started_at
-            return Child(exit_code=exit_code, seconds=seconds, output=task.output, logs=task.logs)
+            return ProcessResult(exit_code=exit_code, seconds=seconds, output=task.output, logs=task.logs)
         finally:
             self._end(self._actors.pop(group, []))
             remove_placement_group(group)

@@ -32,12 +32,12 @@ class RunLimits:
 
     run_seconds    for one run
     total_seconds  for the command: no run is started after them; None: no limit
-    at_once        processes on each GPU at the same time, or runs on a CPU; None: one run at a time
+    max_parallel   processes on each GPU at the same time, or runs on a CPU; None: one run at a time
     """
 
     run_seconds: float
     total_seconds: float | None
-    at_once: int | None
+    max_parallel: int | None
 
     def compute_deadline(self) -> float:
         """Return the time, by `time.monotonic`, after which a command that begins now starts no run."""
@@ -90,7 +90,7 @@ def interrupt_on_sigterm() -> Iterator[None]:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Child:
+class ProcessResult:
     """A replay that has ended, successfully or not."""
 
     # None: the replay did not end within its limit.
@@ -148,7 +148,7 @@ class Task:
     folder: Path = Path()
 
     @classmethod
-    def attempt(
+    def for_attempt(
         cls,
         home: Path,
         job: ChildJob,
@@ -186,7 +186,7 @@ class RunTasks(Protocol):
 
     def __call__(
         self, tasks: Iterable[tuple[Key, Task]], *, until: float = math.inf
-    ) -> Generator[tuple[Key, Child], None, None]: ...
+    ) -> Generator[tuple[Key, ProcessResult], None, None]: ...
 
 
 def run_children(
@@ -196,7 +196,7 @@ def run_children(
     gpus: Sequence[str] = (),
     until: float = math.inf,
     running: list[tuple[Any, "RunningTask"]] | None = None,
-) -> Generator[tuple[Key, Child], None, None]:
+) -> Generator[tuple[Key, ProcessResult], None, None]:
     """Yield the result of each task as it ends. No task starts before there is room for it, or after `until`
     (monotonic).
 
@@ -245,7 +245,7 @@ class RunHere:
 
     def __call__(
         self, tasks: Iterable[tuple[Key, Task]], *, until: float = math.inf
-    ) -> Generator[tuple[Key, Child], None, None]:
+    ) -> Generator[tuple[Key, ProcessResult], None, None]:
         return run_children(tasks, at_once=self.at_once, gpus=self.gpus, until=until, running=self._running)
 
 
@@ -275,8 +275,8 @@ class RunningTask:
         ]
         return cls(task=task, gpus=gpus, ranks=ChildGroup.start(starts, limit=task.limit), store=store)
 
-    def finish(self) -> Child:
+    def finish(self) -> ProcessResult:
         """End what still runs and return the result. The exit code is that of a failed rank, if any."""
         exit_code, seconds = self.ranks.exit_code, self.ranks.seconds
         self.ranks.end(grace=GRACE_SECONDS)
-        return Child(exit_code=exit_code, seconds=seconds, output=self.task.output, logs=self.task.logs)
+        return ProcessResult(exit_code=exit_code, seconds=seconds, output=self.task.output, logs=self.task.logs)

@@ -104,7 +104,11 @@ def _watch_passes(module: ModuleType) -> None:
 
 def _watch_campaigns(module: ModuleType) -> None:
     def check(campaign: Any) -> None:
-        _check(campaign.path, campaign.path.read_bytes(), lambda value: _list_campaign_breaches(campaign.name, value))
+        _check(
+            campaign.path,
+            campaign.path.read_bytes(),
+            lambda value: _list_campaign_breaches(campaign.command_name, value),
+        )
 
     _call_after(module.Campaign, check)
 

@@ -78,9 +78,9 @@ def check(spec: ReplaySpec, pythons: Sequence[str], *, run_limit: float = RUN_SE
         arguments=words,
         machine=Machine.detect(),
     )
-    campaign.open(ThisMachine(), RunLimits(run_seconds=run_limit, total_seconds=None, at_once=None))
+    campaign.open(ThisMachine(), RunLimits(run_seconds=run_limit, total_seconds=None, max_parallel=None))
     runs = [_replay(campaign, name, environment, screen) for name, environment in zip(NAMES, environments, strict=True)]
-    result = _compare(UpgradeCheck(command=campaign.command, folder=campaign.folder.absolute(), runs=runs))
+    result = _compare(UpgradeCheck(command=campaign.command_line, folder=campaign.folder.absolute(), runs=runs))
     if not all(quantity.agrees for quantity in result.quantities):
         result = replace(result, first_difference=_find_first_difference(campaign, environments, screen))
     campaign.result = result.to_dict()

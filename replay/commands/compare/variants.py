@@ -68,7 +68,7 @@ def replay_variants(log: Path, words: Sequence[str]) -> list[Path]:
         arguments=[str(log), *words],
         machine=Machine.detect(),
     )
-    campaign.open(ThisMachine(), RunLimits(run_seconds=RUN_SECONDS, total_seconds=None, at_once=None))
+    campaign.open(ThisMachine(), RunLimits(run_seconds=RUN_SECONDS, total_seconds=None, max_parallel=None))
     out = open_console(sys.stderr)
     folders: list[Path] = []
     with catch_interruption() as interruption:
@@ -76,7 +76,7 @@ def replay_variants(log: Path, words: Sequence[str]) -> list[Path]:
             print_pairs(out, [("replays", f"{variant.word}, traced")])
             folders.append(_replay(campaign, variant, number, run.start.world_size))
     if interruption.happened:
-        raise UsageError(f"interrupted after {len(folders)} of {len(variants)} replays. Try: {campaign.command}")
+        raise UsageError(f"interrupted after {len(folders)} of {len(variants)} replays. Try: {campaign.command_line}")
     campaign.result = {"runs": [str(run_folder) for run_folder in folders]}
     campaign.write()
     return folders

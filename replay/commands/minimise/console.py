@@ -21,7 +21,7 @@ class MinimiseConsole:
         print_pairs(
             self._out,
             [
-                ("command", log.campaign.command),
+                ("command", log.campaign.command_line),
                 ("inputs", pluralise(len(log.plan.sources), "file")),
                 ("limits", f"at most {pluralise(limits.num_runs, 'run')}, of {limits.run:g} s each"),
                 *([("go on", f"{pluralise(num_known, 'run')} made before")] if num_known else []),

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Self
 
 from replay.output.text import join_lines
-from replay.processes.pool import Child
+from replay.processes.pool import ProcessResult
 from replay.runlog.reader import read_run_below
 from replay.runlog.records import PassRecord
 from replay.runlog.run_file import RunFailure, RunFile, RunStart, read_section
@@ -116,7 +116,7 @@ class ReplayLog:
         return read_section(Verdict, values, source="run.json: verdict")
 
 
-def find_failure(child: Child) -> ReplayFailure | None:
+def find_failure(child: ProcessResult) -> ReplayFailure | None:
     """Return what failed first in a replay; None if nothing did, or if it refused its options."""
     if child.is_refusal:
         return None
@@ -152,7 +152,7 @@ def _describe_exception(
     )
 
 
-def _find_hang(child: Child, log: ReplayLog) -> ReplayFailure | None:
+def _find_hang(child: ProcessResult, log: ReplayLog) -> ReplayFailure | None:
     failure = log.failure
     if child.exit_code is not None and failure.kind != "hung":
         return None
@@ -165,7 +165,7 @@ def _read_index(failure: RunFailure) -> int | None:
     return failure.index if failure.index is not None and failure.index >= 0 else None
 
 
-def _find_failed_rank(child: Child, log: ReplayLog) -> ReplayFailure | None:
+def _find_failed_rank(child: ProcessResult, log: ReplayLog) -> ReplayFailure | None:
     """Return the failure that ended all ranks, by the rank that failed first."""
     failure, error = log.failure, str(log.failure.error)
     index, source = _read_index(failure), failure.source
@@ -182,14 +182,14 @@ def _find_failed_rank(child: Child, log: ReplayLog) -> ReplayFailure | None:
     return _describe_exception(*(match.groups() if match else ("error", error)), index=index, source=source)
 
 
-def _find_failed_pass(child: Child, log: ReplayLog) -> ReplayFailure | None:
+def _find_failed_pass(child: ProcessResult, log: ReplayLog) -> ReplayFailure | None:
     failed = next((record for record in log.records if record.error is not None), None)
     if failed is None:
         return None
     return _describe_exception(str(failed.error_type), str(failed.error), index=failed.index, source=failed.source)
 
 
-def _find_death(child: Child, log: ReplayLog) -> ReplayFailure | None:
+def _find_death(child: ProcessResult, log: ReplayLog) -> ReplayFailure | None:
     if child.exit_code is None or child.exit_code >= 0:
         return None
     name = signal.Signals(-child.exit_code).name
@@ -197,7 +197,7 @@ def _find_death(child: Child, log: ReplayLog) -> ReplayFailure | None:
     return ReplayFailure(kind=FailureKind.DIED, error_type=name, said=f"a process was ended by {name}", index=index)
 
 
-def _find_not_finite(child: Child, log: ReplayLog) -> ReplayFailure | None:
+def _find_not_finite(child: ProcessResult, log: ReplayLog) -> ReplayFailure | None:
     # the loss scale of fp16 makes norms infinite
     is_fp16 = log.start is not None and log.start.spec["actor"].get("dtype") == "fp16"
     for record in log.records:
@@ -226,7 +226,7 @@ def _find_not_finite(child: Child, log: ReplayLog) -> ReplayFailure | None:
     return None
 
 
-def _find_difference(child: Child, log: ReplayLog) -> ReplayFailure | None:
+def _find_difference(child: ProcessResult, log: ReplayLog) -> ReplayFailure | None:
     verdict = log.verdict
     kinds = {Outcome.DIFFERS: FailureKind.DIFFERS, Outcome.UNSETTLED: FailureKind.UNSETTLED}
     if verdict is None or verdict.outcome not in kinds:
@@ -254,7 +254,7 @@ def _find_difference(child: Child, log: ReplayLog) -> ReplayFailure | None:
     )
 
 
-def _find_early_error(child: Child, log: ReplayLog) -> ReplayFailure | None:
+def _find_early_error(child: ProcessResult, log: ReplayLog) -> ReplayFailure | None:
     """Return an error outside a pass; None for a run with a verdict, which ended in no error of its own."""
     if child.exit_code == 0 or log.verdict is not None:
         return None

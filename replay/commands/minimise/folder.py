@@ -32,7 +32,7 @@ from replay.options.path_checks import list_file_options
 from replay.options.spec import ReplaySpec
 from replay.output.text import join_lines, pluralise
 from replay.processes.child_job import ChildJob
-from replay.processes.pool import Child
+from replay.processes.pool import ProcessResult
 from replay.runlog.writer import list_versions
 
 SMALLEST = "smallest"
@@ -42,7 +42,7 @@ INPUTS = "inputs"
 class CheckCandidate(Protocol):
     def __call__(
         self, candidate: Candidate, inputs: Path, what: str, folder: Path = Path()
-    ) -> tuple[ReplayFailure | None, Child]:
+    ) -> tuple[ReplayFailure | None, ProcessResult]:
         """Replay these inputs in `folder`; return the failure, if it is the one that is looked for."""
 
 
@@ -131,7 +131,7 @@ def _redact_inputs(home: Path, best: Candidate, failure: ReplayFailure | None, c
 
 def _run_in_folder(
     home: Path, best: Candidate, check: CheckCandidate
-) -> tuple[Candidate, Sequence[str], ReplayFailure | None, Child]:
+) -> tuple[Candidate, Sequence[str], ReplayFailure | None, ProcessResult]:
     """Run what the folder holds, in the folder: first with copies of the user's files, else with the files themselves.
 
     Returns what was run, what it needs from elsewhere, the failure if it was shown, and the run.
@@ -240,7 +240,7 @@ def _format_readme(log: MinimiseLog, smallest: SmallestFolder, *, is_whole: bool
         "",
         *_format_size_table(log, smallest),
         "",
-        f"{smaller} `{log.campaign.command}` found it in {pluralise(log.num_runs, 'run')}; "
+        f"{smaller} `{log.campaign.command_line}` found it in {pluralise(log.num_runs, 'run')}; "
         f"the failure came in run {log.num_tries} of the replay as typed.",
     ]
     return "\n".join(lines) + "\n"

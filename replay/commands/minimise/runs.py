@@ -34,7 +34,7 @@ from replay.commands.minimise.trials import (
 from replay.options.option_parsing import format_command_line, format_error_with_flags
 from replay.options.spec import ReplaySpec
 from replay.output.text import pluralise
-from replay.processes.pool import Child, Machine, RunLimits
+from replay.processes.pool import Machine, ProcessResult, RunLimits
 from replay.resolution.resolve import type_loss_of_job
 from replay.resolution.selection import Selection, select
 
@@ -181,7 +181,7 @@ def _list_sources(selections: Sequence[Selection]) -> list[Path]:
 
 
 def _run(campaign: Campaign[MinimisePlan], screen: IO[str]) -> MinimiseResult:
-    campaign.open(ThisMachine(), RunLimits(run_seconds=campaign.plan.limits.run, total_seconds=None, at_once=None))
+    campaign.open(ThisMachine(), RunLimits(run_seconds=campaign.plan.limits.run, total_seconds=None, max_parallel=None))
     log = MinimiseLog(campaign=campaign)
     console = MinimiseConsole(log, screen)
     smallest = None
@@ -223,10 +223,10 @@ class _TrialOutcome:
     """What a replay did; of a parity cell its reference ran before it, and alone if that failed."""
 
     failure: ReplayFailure | None
-    children: list[Child]
+    children: list[ProcessResult]
 
     @property
-    def child(self) -> Child:
+    def child(self) -> ProcessResult:
         return self.children[-1]
 
     @property
@@ -324,7 +324,7 @@ class _Minimisation:
 
     def _check(
         self, candidate: Candidate, inputs: Path, what: str, folder: Path = Path()
-    ) -> tuple[ReplayFailure | None, Child]:
+    ) -> tuple[ReplayFailure | None, ProcessResult]:
         """Replay a candidate outside the search: with other inputs than its own, or in another folder."""
         digest = hashlib.sha256()
         for path in sorted((folder / inputs).iterdir()):
@@ -342,9 +342,9 @@ class _Minimisation:
             )
         )
 
-    def _repeat_until_shown(self, trial: _TrialPlan) -> tuple[ReplayFailure | None, Child]:
+    def _repeat_until_shown(self, trial: _TrialPlan) -> tuple[ReplayFailure | None, ProcessResult]:
         """Replay a candidate; a failure that did not come at once is given as many runs as it took."""
-        children: list[Child] = []
+        children: list[ProcessResult] = []
         assert self.log.failure is not None
         for repeat in range(self.log.num_tries):
             outcome = self._replay(trial, repeat)
@@ -358,7 +358,7 @@ class _Minimisation:
 
     def _replay(self, trial: _TrialPlan, repeat: int) -> _TrialOutcome:
         """Run one replay, and of a parity cell first its reference."""
-        children: list[Child] = []
+        children: list[ProcessResult] = []
         for job in self._make_jobs(trial, repeat):
             if self.log.campaign.find_finished(job) is None:
                 self.is_new = True
@@ -394,7 +394,7 @@ class _Minimisation:
         return f"trials/{len(self.log.trials) + 1:04d}"
 
     def _add_trial(
-        self, plan: _TrialPlan, shown_failure: ReplayFailure | None, message: str, children: Sequence[Child]
+        self, plan: _TrialPlan, shown_failure: ReplayFailure | None, message: str, children: Sequence[ProcessResult]
     ) -> None:
         trial = MinimiseTrial(
             what=plan.what,

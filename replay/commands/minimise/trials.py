@@ -24,7 +24,7 @@ from replay.commands.minimise.cutting import FILE_OPTIONS, Candidate, find_chang
 from replay.commands.minimise.failure import FailureKind, ReplayFailure
 from replay.comparison.differences import compare
 from replay.options.spec import ReplaySpec
-from replay.processes.pool import Child
+from replay.processes.pool import ProcessResult
 from replay.runlog.reader import PastRun
 
 
@@ -75,7 +75,7 @@ class ParityCell:
             reference = reference.with_option("--grad-accumulation", num_accumulated)
         return reference.spec
 
-    def compare_runs(self, reference: Child, cell: Child) -> ReplayFailure | None:
+    def compare_runs(self, reference: ProcessResult, cell: ProcessResult) -> ReplayFailure | None:
         """Compare the two runs. Returns None where they cannot be compared."""
         try:
             distances = measure_parity_distances(compare(PastRun.read(reference.logs), PastRun.read(cell.logs)))

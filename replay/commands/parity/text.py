@@ -16,7 +16,7 @@ def format_header(log: ParityLog) -> Pairs:
     machine, environments = log.campaign.machine, log.campaign.plan.environments
     processes = pluralise(machine.num_devices, "GPU" if machine.has_gpus else "process")
     pairs: Pairs = [
-        ("command", log.campaign.command),
+        ("command", log.campaign.command_line),
         ("device", f"{processes} at most, {'cuda' if machine.has_gpus else 'cpu'}"),
         *((f"env {number}", environment.text) for number, environment in enumerate(environments, start=1)),
         ("runs", f"{len(log.rows)}: " + ", ".join(pluralise(number, role) for role, number in roles.items())),

@@ -35,7 +35,7 @@ from replay.commands.recompiles.policies import (
 from replay.options.option_parsing import format_command_line, format_error_with_flags
 from replay.output.printing import open_console, print_line, print_pairs, print_table
 from replay.output.text import describe_damaged_files, format_milliseconds, pluralise
-from replay.processes.pool import Child, Machine, RunLimits
+from replay.processes.pool import Machine, ProcessResult, RunLimits
 from replay.profiling.prediction import InputShape, RowLayout, infer_row_layout
 from replay.runlog.reader import read_run_below
 from replay.runlog.records import PassRecord
@@ -186,7 +186,7 @@ def _run(
 ) -> RecompilesResult:
     plan = campaign.plan
     campaign.open(ThisMachine(), limits)
-    console = RecompilesConsole(campaign.command, len(inputs.shapes), inputs.damaged, screen)
+    console = RecompilesConsole(campaign.command_line, len(inputs.shapes), inputs.damaged, screen)
     work = _PolicyRuns(campaign=campaign, shapes=inputs.shapes, console=console)
     results: list[PolicyResult] = []
     damaged = [text for _, text in describe_damaged_files(inputs.damaged)]
@@ -263,7 +263,7 @@ class _PolicyRuns:
 
 
 def _summarize_run(
-    policy: Policy, actor: ActorSpec, records: Sequence[PassRecord], child: Child, num_inputs: int, log: str
+    policy: Policy, actor: ActorSpec, records: Sequence[PassRecord], child: ProcessResult, num_inputs: int, log: str
 ) -> PolicyResult:
     """Sum up what a run wrote, however far it came; of several ranks the slowest counts."""
     passes: dict[int, list[PassRecord]] = {}

@@ -27,7 +27,7 @@ from replay.options.ray_options import RayOptions
 from replay.options.spec import ReplaySpec
 from replay.output.printing import open_console, print_line, print_pairs
 from replay.output.text import describe_damaged_files, pluralise
-from replay.processes.pool import Child, RunLimits
+from replay.processes.pool import ProcessResult, RunLimits
 from replay.resolution.selection import select
 from replay.runlog.reader import read_run_below
 from replay.runlog.run_file import read_section
@@ -103,7 +103,7 @@ class ScanGroup:
     # Folder of the run's log, relative to the folder of scan.json.
     log: str | None = None
 
-    def with_result(self, child: Child, folder: Path) -> "ScanGroup":
+    def with_result(self, child: ProcessResult, folder: Path) -> "ScanGroup":
         """Return what became of it. A damaged file is no fault of the groups that come upon it."""
         log, run, records = read_run_below(child.logs)
         ended = replace(self, seconds=child.seconds, log=None if log is None else str(log.relative_to(folder)))
@@ -221,7 +221,8 @@ class ScanConsole:
         sizes = f"{pluralise(len(groups), 'group')} of at most {pluralise(groups[0].size, 'input')}"
         device = campaign.machine.text
         print_pairs(
-            self._out, [("command", campaign.command), ("device", device), ("groups", sizes), *self._list_damaged()]
+            self._out,
+            [("command", campaign.command_line), ("device", device), ("groups", sizes), *self._list_damaged()],
         )
         print_line(self._out)
         self._bar = ProgressBar(self._out.file)

@@ -59,7 +59,7 @@ from replay.options.option_parsing import format_error_with_flags
 from replay.options.ray_options import RayOptions
 from replay.output.printing import open_console, print_line, print_pairs, print_table
 from replay.output.text import Columns, Pairs, format_gibibytes, format_milliseconds, pluralise
-from replay.processes.pool import Child, RunLimits
+from replay.processes.pool import ProcessResult, RunLimits
 from replay.runlog.reader import PastRun
 from replay.runlog.writer import create_folder
 
@@ -186,7 +186,7 @@ class Suite:
             if finished
         }
 
-    def curve_after(self, training: PlannedTraining, child: Child) -> LossCurve | NoCurve:
+    def curve_after(self, training: PlannedTraining, child: ProcessResult) -> LossCurve | NoCurve:
         """Return the curve that a training left, or why there is none.
 
         It is read from the log, and kept in a file, unless that was done before. Raises UsageError for a damaged file.
@@ -429,7 +429,7 @@ def resume(folder: Path, ray: RayOptions | None, plot: Path | None, screen: IO[s
 
 
 def _run(suite: Suite, executor: Executor, plot: Path | None, screen: IO[str]) -> SuiteResult:
-    limits = RunLimits(run_seconds=suite.spec.run_limit, total_seconds=None, at_once=None)
+    limits = RunLimits(run_seconds=suite.spec.run_limit, total_seconds=None, max_parallel=None)
     suite.campaign.open(executor, limits, storage=suite.storage)
     console = SuiteConsole(suite, screen)
     curves = suite.curves

@@ -100,7 +100,7 @@ def _run(campaign: Campaign[WorstPlan], inputs: FeedableInputs, limits: RunLimit
     campaign.open(ThisMachine(), limits)
     campaign.result = WorstOutcome(damaged=[text for _, text in describe_damaged_files(inputs.damaged)])
     console = WorstConsole(
-        campaign.command,
+        campaign.command_line,
         inputs.shapes,
         inputs.damaged,
         full_names=campaign.plan.spec.measure.full_names,

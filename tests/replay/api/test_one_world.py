@@ -25,7 +25,7 @@ from replay.commands.mismatch.statistics import Mismatch, WorstToken
 from replay.options.spec import ReplaySpec
 from replay.output.text import CheckResult, CheckStatus
 from replay.processes.child_job import REFUSAL, ChildJob
-from replay.processes.pool import OUTPUT, Child
+from replay.processes.pool import OUTPUT, ProcessResult
 from tests.helpers.commands import ROOT
 from tests.helpers.schemas import assert_valid
 from tests.helpers.thread_ranks import call_on_ranks
@@ -82,13 +82,13 @@ def processes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Leave:
     def leave(files: Mapping[str, bytes], exit_code: int = 0) -> list[Mapping[str, Any]]:
         calls: list[Mapping[str, Any]] = []
 
-        def run(spec: ReplaySpec, name: str, num_processes: int, *, words: list[str]) -> Child:
+        def run(spec: ReplaySpec, name: str, num_processes: int, *, words: list[str]) -> ProcessResult:
             calls.append({"spec": spec, "name": name, "num_processes": num_processes, "words": words})
             home = tmp_path / "home"
             for file, content in {OUTPUT: b"replay: rank 1: no such kernel\n", **files}.items():
                 (home / file).parent.mkdir(parents=True, exist_ok=True)
                 (home / file).write_bytes(content)
-            return Child(exit_code=exit_code, seconds=1.0, output=home / OUTPUT, logs=home)
+            return ProcessResult(exit_code=exit_code, seconds=1.0, output=home / OUTPUT, logs=home)
 
         monkeypatch.setattr("replay.api.running.run_child", run)
         return calls

@@ -13,9 +13,9 @@ from actor_init.spec import UsageError
 from replay.campaign.campaign import JOURNAL, Campaign, CampaignJob, catch_interruption
 from replay.campaign.executor import ThisMachine
 from replay.options.spec import ReplaySpec
-from replay.processes.pool import Child, Machine, RunLimits, Task
+from replay.processes.pool import Machine, ProcessResult, RunLimits, Task
 
-LIMITS = RunLimits(run_seconds=9.0, total_seconds=None, at_once=None)
+LIMITS = RunLimits(run_seconds=9.0, total_seconds=None, max_parallel=None)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,7 +53,7 @@ class FakeMachine(ThisMachine):
 
     num_running = 0
 
-    def __call__(self, tasks: Any, *, until: float = math.inf) -> Iterator[tuple[int, Child]]:
+    def __call__(self, tasks: Any, *, until: float = math.inf) -> Iterator[tuple[int, ProcessResult]]:
         for position, task in tasks:
             if position == self.breaks_at:
                 raise KeyboardInterrupt
@@ -63,7 +63,7 @@ class FakeMachine(ThisMachine):
             self.ran.append(str(task.job.spec.inputs.skip_inputs))
             yield (
                 position,
-                Child(exit_code=self.codes.get(position, 0), seconds=1.5, output=task.output, logs=task.logs),
+                ProcessResult(exit_code=self.codes.get(position, 0), seconds=1.5, output=task.output, logs=task.logs),
             )
 
 

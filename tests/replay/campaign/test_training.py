@@ -102,7 +102,7 @@ def doomed(run: Any, marks: Path) -> Any:
 
 
 def task_of(root: Path, spec: ReplaySpec) -> Task:
-    return Task.attempt(root / "runs" / "ddp", ChildJob(spec=spec), num_processes=2, limit=LIMIT)
+    return Task.for_attempt(root / "runs" / "ddp", ChildJob(spec=spec), num_processes=2, limit=LIMIT)
 
 
 def test_a_worker_killed_in_a_state_or_in_a_pass_with_its_node_changes_no_number(

@@ -22,7 +22,7 @@ from replay.commands.check_upgrade import checking
 from replay.commands.check_upgrade.result import UpgradeCheck, UpgradeResult
 from replay.options.spec import MeasureSpec
 from replay.processes.interpreter import Environment
-from replay.processes.pool import Child
+from replay.processes.pool import ProcessResult
 from replay.runlog.records import PassRecord
 from replay.verdict.outcomes import Outcome, Verdict
 from tests.helpers.made_logs import VERDICT, WORK, passed, write_log
@@ -47,7 +47,7 @@ def environments(monkeypatch: pytest.MonkeyPatch) -> Begin:
     def begin(logs: Logs) -> list[str]:
         homes: list[str] = []
 
-        def run(campaign: Campaign[Any], job: CampaignJob) -> Child:
+        def run(campaign: Campaign[Any], job: CampaignJob) -> ProcessResult:
             homes.append(job.home)
             (campaign.folder / JOURNAL).touch()
             assert (job.python, job.repeat) == (PYTHONS["new" in job.home], "new" in job.home)
@@ -60,7 +60,7 @@ def environments(monkeypatch: pytest.MonkeyPatch) -> Begin:
                 record, verdict = made
                 work = {"config": CONFIG}
                 write_log(folder / "1-replay", [record], typed="--dtype fp32", work=work, verdict=verdict)
-            return Child(exit_code=1 if made is None else 0, seconds=1.0, output=output, logs=folder)
+            return ProcessResult(exit_code=1 if made is None else 0, seconds=1.0, output=output, logs=folder)
 
         monkeypatch.setattr(Campaign, "run", run)
         monkeypatch.setattr(
@@ -129,7 +129,7 @@ def test_both_replay_the_loss_that_the_job_noted(
     specs: list[MeasureSpec] = []
     run = Campaign.run
 
-    def run_and_note(campaign: Campaign[Any], job: CampaignJob) -> Child:
+    def run_and_note(campaign: Campaign[Any], job: CampaignJob) -> ProcessResult:
         specs.append(job.spec.measure)
         return run(campaign, job)
 

@@ -26,7 +26,7 @@ from replay.commands.minimise.cutting import Candidate
 from replay.commands.minimise.folder import _format_run_script
 from replay.commands.minimise.standalone import Standalone
 from replay.commands.minimise.trials import MinimiseTrial, ParityCell
-from replay.processes.pool import Child, Task
+from replay.processes.pool import ProcessResult, Task
 from replay.runlog.records import PassRecord
 from tests.helpers.commands import LIMIT
 from tests.helpers.failing_inputs import CONFIG as GPT2
@@ -68,7 +68,7 @@ def test_a_parity_cell_and_its_reference_get_smaller_together() -> None:
 
 
 def test_a_parity_cell_fails_where_it_is_beyond_the_noise(tmp_path: Path) -> None:
-    def run(name: str, *losses: float) -> Child:
+    def run(name: str, *losses: float) -> ProcessResult:
         return child_of(tmp_path / name, 0, [passed(n, "abc"[n], loss=loss) for n, loss in enumerate(losses)])
 
     found = cell_of().compare_runs(run("reference", 2.0, 2.0, 2.0), run("other", 2.0, 2.1, 2.0))
@@ -125,11 +125,11 @@ class Runs:
         # That of this process, and that of the replay, of each run.
         self.working_folders: list[tuple[Path, Path]] = []
 
-    def __call__(self, tasks: Any, *, until: float) -> Iterator[tuple[object, Child]]:
+    def __call__(self, tasks: Any, *, until: float) -> Iterator[tuple[object, ProcessResult]]:
         for key, task in tasks:
             yield key, self.child(task)
 
-    def child(self, task: Task) -> Child:
+    def child(self, task: Task) -> ProcessResult:
         self.num_made += 1
         self.working_folders.append((Path.cwd(), task.folder))
         if (event := self.happens.pop(self.num_made, None)) is not None:
@@ -139,7 +139,7 @@ class Runs:
         write_log(task.logs / "run", records, spec=spec, exit_code=int(records[-1].error is not None))
         task.output.write_text("as it was printed\n")
         code = 1 if records[-1].error else 0
-        return Child(exit_code=code, seconds=1.0, output=task.output, logs=task.logs)
+        return ProcessResult(exit_code=code, seconds=1.0, output=task.output, logs=task.logs)
 
 
 def fails_for_the_token(inputs: Path) -> list[PassRecord]:
@@ -243,7 +243,7 @@ def test_a_loss_file_comes_along(tmp_path: Path, runs: Runs) -> None:
     inputs = usual_inputs(tmp_path)
     usual, child = runs.fails, runs.child
 
-    def run(task: Task) -> Child:
+    def run(task: Task) -> ProcessResult:
         loss = task.job.spec.measure.loss
         runs.fails = usual if (task.folder / loss.partition(":")[0]).exists() else lambda inputs: [passed(0, "a")]
         return child(task)

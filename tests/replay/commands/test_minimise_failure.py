@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from replay.commands.minimise.failure import ADVICE, FailureKind, ReplayFailure, find_failure, mask
-from replay.processes.pool import Child
+from replay.processes.pool import ProcessResult
 from replay.runlog.records import PassRecord
 from replay.verdict.findings import Finding, FindingStatus
 from replay.verdict.outcomes import Outcome, PassVerdict
@@ -26,13 +26,13 @@ FAILED = {"kind": "failed", "rank": 1, "index": 2, "source": "c.pkl", "error": "
 
 def child_of(
     home: Path, exit_code: int | None, records: Sequence[PassRecord], printed: str = "", typed: str = "", **run: Any
-) -> Child:
+) -> ProcessResult:
     """A replay that left these records, and these fields of run.json."""
     folder = write_log(home / "run", records, exit_code=exit_code, spec=spec_of(typed.split()))
     whole = json.loads((folder / "run.json").read_text()) | run
     (folder / "run.json").write_text(json.dumps(whole))
     (home / "output.txt").write_text(printed)
-    return Child(exit_code=exit_code, seconds=3.0, output=home / "output.txt", logs=home)
+    return ProcessResult(exit_code=exit_code, seconds=3.0, output=home / "output.txt", logs=home)
 
 
 def fail(index: int, kind: str, text: str, **changes: Any) -> PassRecord:
@@ -224,7 +224,7 @@ def test_an_error_before_the_first_pass_is_what_was_printed(
     printed: str, error_type: str, message: str, tmp_path: Path
 ) -> None:
     (tmp_path / "output.txt").write_text(printed)
-    child = Child(exit_code=1, seconds=1.0, output=tmp_path / "output.txt", logs=tmp_path / "none")
+    child = ProcessResult(exit_code=1, seconds=1.0, output=tmp_path / "output.txt", logs=tmp_path / "none")
     found = find_failure(child)
     assert found is not None
     assert (found.kind, found.error_type, found.message, found.index) == (Kind.EXCEPTION, error_type, message, None)

@@ -23,7 +23,7 @@ from replay.commands.parity import runs as parting
 from replay.commands.parity.text import list_commands
 from replay.options.spec import ReplaySpec
 from replay.processes import pool
-from replay.processes.pool import Child, Task
+from replay.processes.pool import ProcessResult, Task
 from replay.runlog import gradient_sketches, token_log_probs
 from replay.runlog.reader import PastRun
 from replay.runner.run import run_in
@@ -71,7 +71,7 @@ class Runs:
         self.told: dict[int, Any] = {}  # of the run as started: a factor on the loss, an exit code's words, an error
         self.limits: list[float] = []
 
-    def __call__(self, task: Task) -> Child:
+    def __call__(self, task: Task) -> ProcessResult:
         spec = task.job.spec
         place = self.place_of(spec)
         self.names.append(RUNS[place])
@@ -90,7 +90,7 @@ class Runs:
                 gradient_sketches.write(folder, record.index, [("norm", torch.ones(8))], ALONE)
                 token_log_probs.write(folder, record.index, record.rank, [-1.0, -2.0])
         code = 0 if isinstance(told, float) else {"refused": 2, "late": None}.get(told.partition(":")[0], -9)
-        return Child(exit_code=code, seconds=1.5, output=task.output, logs=task.logs)
+        return ProcessResult(exit_code=code, seconds=1.5, output=task.output, logs=task.logs)
 
     def place_of(self, spec: ReplaySpec) -> int:
         actor = spec.actor
@@ -112,12 +112,12 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> Runs:
     return runs
 
 
-def stand_in(monkeypatch: pytest.MonkeyPatch, run: Callable[[Task], Child]) -> None:
+def stand_in(monkeypatch: pytest.MonkeyPatch, run: Callable[[Task], ProcessResult]) -> None:
     """`run` is called by what takes the place of `run_children`."""
 
     def one_by_one(
         tasks: Iterable[tuple[Any, Task]], *, until: float, running: list[Any], **_: Any
-    ) -> Iterator[tuple[Any, Child]]:
+    ) -> Iterator[tuple[Any, ProcessResult]]:
         for key, task in tasks:
             if time.monotonic() <= until:
                 yield key, run(task)
@@ -384,8 +384,10 @@ def test_runs_of_another_machine_are_not_gone_on_with(
 
 @pytest.fixture
 def in_process(one_world: None, monkeypatch: pytest.MonkeyPatch, world: Any) -> None:
-    def run(task: Task) -> Child:
-        return Child(exit_code=run_in(world, task.job.spec).exit_code, seconds=0.0, output=task.output, logs=task.logs)
+    def run(task: Task) -> ProcessResult:
+        return ProcessResult(
+            exit_code=run_in(world, task.job.spec).exit_code, seconds=0.0, output=task.output, logs=task.logs
+        )
 
     stand_in(monkeypatch, run)
 

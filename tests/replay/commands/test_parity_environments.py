@@ -95,7 +95,7 @@ def test_a_run_is_started_by_its_own_interpreter_without_this_ones_path(
     monkeypatch.setenv("RANK", "0")
     python = program(tmp_path / "python", 'printf "replay: %s|" "$PYTHONPATH" "$RANK" "$@"; exit 2')
     job = ChildJob(spec=ReplaySpec())
-    task = Task.attempt(tmp_path / "home", job, num_processes=1, limit=math.inf, python=python)
+    task = Task.for_attempt(tmp_path / "home", job, num_processes=1, limit=math.inf, python=python)
     [(_, child)] = RunHere(at_once=1)([(None, task)])
     assert child.is_refusal
     said = task.output.read_text().replace("replay: ", "").split("|")

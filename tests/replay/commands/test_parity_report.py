@@ -24,7 +24,11 @@ def made() -> tuple[list[Cell], ParityLog, MatrixResult]:
     with liger_on_a_cpu():
         found = planned([dict(setting) for setting in read_settings("full", 2)])
     campaign = Campaign(
-        folder=Path(), name="parity", command="", machine=Machine(num_devices=2, has_gpus=False), plan=found
+        folder=Path(),
+        command_name="parity",
+        command_line="",
+        machine=Machine(num_devices=2, has_gpus=False),
+        plan=found,
     )
     log = ParityLog(campaign=campaign)
     cells = [cell for cell in found.cells if cell.role is Role.CELL]

@@ -19,7 +19,7 @@ from replay.api.logs import PastCampaign
 from replay.command_line.cli import main
 from replay.commands.recompiles.policies import Policy, PolicyResult, choose_lengths, find_best, find_break_even
 from replay.processes import pool
-from replay.processes.pool import Child, Task
+from replay.processes.pool import ProcessResult, Task
 from replay.runlog.records import CompilationSection
 from replay.runner.observers import read_compilations
 from tests.helpers.children import run_quietly
@@ -38,13 +38,13 @@ def here(one_world: None, monkeypatch: pytest.MonkeyPatch) -> list[Task]:
     def as_it_is(graph: GraphModule, _: Any) -> Any:
         return graph.forward
 
-    def run_here(given: Any, **_: Any) -> Iterator[tuple[Any, Child]]:
+    def run_here(given: Any, **_: Any) -> Iterator[tuple[Any, ProcessResult]]:
         for key, task in given:
             torch.compiler.reset()
             tasks.append(task)
             task.output.parent.mkdir(parents=True, exist_ok=True)
             task.output.write_text("")
-            yield key, Child(exit_code=run_quietly(task), seconds=1.0, output=task.output, logs=task.logs)
+            yield key, ProcessResult(exit_code=run_quietly(task), seconds=1.0, output=task.output, logs=task.logs)
 
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=as_it_is))
     monkeypatch.setattr(pool, "run_children", run_here)
@@ -155,12 +155,12 @@ def test_a_policy_that_does_not_finish_is_said_and_the_others_count(
 ) -> None:
     in_process = pool.run_children
 
-    def late(given: Any, **_: Any) -> Iterator[tuple[Any, Child]]:
+    def late(given: Any, **_: Any) -> Iterator[tuple[Any, ProcessResult]]:
         for key, child in in_process(given, at_once=1):
             (lines,) = child.logs.glob("*/rank0.jsonl")
             if '"compile_lengths": "static"' in (lines.parent / "run.json").read_text():
                 lines.write_text("".join(lines.read_text().splitlines(keepends=True)[:5]))
-                child = Child(exit_code=None, seconds=9.0, output=child.output, logs=child.logs)
+                child = ProcessResult(exit_code=None, seconds=9.0, output=child.output, logs=child.logs)
             yield key, child
 
     monkeypatch.setattr(pool, "run_children", late)

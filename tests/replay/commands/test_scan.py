@@ -17,7 +17,7 @@ from replay.command_line.cli import main
 from replay.objective.objective import compute_negated_mean
 from replay.options.spec import find_sample_folder
 from replay.processes import pool
-from replay.processes.pool import Child, Task
+from replay.processes.pool import ProcessResult, Task
 from replay.runlog.records import PassRecord
 from tests.helpers.children import run_quietly
 from tests.helpers.read_logs import read_log
@@ -44,7 +44,7 @@ class Runs:
         self.happens: dict[int, Any] = {}
         self.made: list[int] = []
 
-    def __call__(self, tasks: Any, **_: Any) -> Iterator[tuple[int, Child]]:
+    def __call__(self, tasks: Any, **_: Any) -> Iterator[tuple[int, ProcessResult]]:
         for number, task in tasks:
             self.made.append(number)
             event = self.happens.pop(number, None)
@@ -52,11 +52,11 @@ class Runs:
                 raise event
             yield number, self.child(task, event)
 
-    def child(self, task: Task, event: int | str | None) -> Child:
+    def child(self, task: Task, event: int | str | None) -> ProcessResult:
         task.output.parent.mkdir(parents=True, exist_ok=True)
         task.output.write_text("")
         code = run_quietly(task) if event is None else None if event == "late" else int(event)
-        return Child(exit_code=code, seconds=1.0, output=task.output, logs=task.logs)
+        return ProcessResult(exit_code=code, seconds=1.0, output=task.output, logs=task.logs)
 
 
 @pytest.fixture

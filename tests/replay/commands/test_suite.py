@@ -36,7 +36,7 @@ from replay.commands.suite.plan import (
 )
 from replay.commands.suite.runs import _read_curve
 from replay.options.spec import LossName
-from replay.processes.pool import Child, Machine, Task
+from replay.processes.pool import Machine, ProcessResult, Task
 from replay.resolution.selection import select
 from replay.runlog.reader import PastRun
 from replay.runlog.writer import list_versions
@@ -383,11 +383,11 @@ class HereRunner:
         self.started: list[str] = []
         self.happens: dict[str, BaseException | int] = {}
 
-    def __call__(self, tasks: Any, *, until: float) -> Iterator[tuple[object, Child]]:
+    def __call__(self, tasks: Any, *, until: float) -> Iterator[tuple[object, ProcessResult]]:
         for key, task in tasks:
             yield key, self.child(task)
 
-    def child(self, task: Task) -> Child:
+    def child(self, task: Task) -> ProcessResult:
         name = task.logs.parent.name
         self.started.append(name)
         event = self.happens.pop(name, None)
@@ -396,7 +396,7 @@ class HereRunner:
         task.output.parent.mkdir(parents=True)
         task.output.write_text(f"replay: {name} says why\n")
         code = run_quietly(task) if event is None else event
-        return Child(exit_code=code, seconds=1.0, output=task.output, logs=task.logs)
+        return ProcessResult(exit_code=code, seconds=1.0, output=task.output, logs=task.logs)
 
 
 @pytest.fixture

@@ -28,7 +28,7 @@ from replay.commands.worst.measuring import DeviceMemory, read_device_memory
 from replay.objective.objective import compute_negated_mean
 from replay.options.spec import ReplaySpec, find_sample_folder
 from replay.processes import pool
-from replay.processes.pool import Child, Task
+from replay.processes.pool import ProcessResult, Task
 from replay.profiling.prediction import RowLayout, choose_spread, fit_costs, read_shapes
 from replay.resolution.job_defaults import find_source
 from replay.resolution.selection import select
@@ -62,11 +62,11 @@ class Law:
     runs: list[ReplaySpec] = field(default_factory=list)
     breaks_at: int | None = None  # the run in whose place Ctrl-C comes
 
-    def __call__(self, tasks: Any, **_: Any) -> Iterator[tuple[Any, Child]]:
+    def __call__(self, tasks: Any, **_: Any) -> Iterator[tuple[Any, ProcessResult]]:
         for key, task in tasks:
             yield key, self.child(task)
 
-    def child(self, task: Task) -> Child:
+    def child(self, task: Task) -> ProcessResult:
         spec = task.job.spec
         if len(self.runs) == self.breaks_at:
             self.breaks_at = None
@@ -90,7 +90,7 @@ class Law:
         task.output.write_text("")
         is_whole = len(records) <= self.after
         write_log(log, records[: self.after], spec=spec, exit_code=0 if is_whole else None)
-        return Child(exit_code=0 if is_whole else -9, seconds=1.0, output=task.output, logs=task.logs)
+        return ProcessResult(exit_code=0 if is_whole else -9, seconds=1.0, output=task.output, logs=task.logs)
 
     def passed(self, spec: ReplaySpec, index: int, rank: int, path: Path, num_data_ranks: int) -> Any:
         batch = read_call(path).micro_batch()
@@ -432,11 +432,11 @@ def test_memory_on_a_cpu_is_bounded_by_the_control_group(tmp_path: Path, monkeyp
 
 
 def test_a_real_replay_is_measured(one_world: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def here(tasks: Any, **_: Any) -> Iterator[tuple[Any, Child]]:
+    def here(tasks: Any, **_: Any) -> Iterator[tuple[Any, ProcessResult]]:
         for key, task in tasks:
             task.output.parent.mkdir(parents=True)
             task.output.write_text("")
-            yield key, Child(exit_code=run_quietly(task), seconds=1.0, output=task.output, logs=task.logs)
+            yield key, ProcessResult(exit_code=run_quietly(task), seconds=1.0, output=task.output, logs=task.logs)
 
     monkeypatch.setattr(pool, "run_children", here)
     code, log = worst(tmp_path, "--num-layers", "1", "--measured", "2", "--max-inputs", "4")

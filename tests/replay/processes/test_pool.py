@@ -18,7 +18,7 @@ from replay.options.spec import MeasureSpec, ReplaySpec
 from replay.processes import forkserver
 from replay.processes.child_job import ChildJob
 from replay.processes.launch import list_gpus
-from replay.processes.pool import Child, RunningTask, Task, run_children
+from replay.processes.pool import ProcessResult, RunningTask, Task, run_children
 from replay.runlog.reader import PastRun
 from tests.helpers.commands import ROOT
 from tests.helpers.made_time import an_hour_a_line
@@ -51,7 +51,7 @@ class Programs:
         )
 
 
-def run_child(task: Task) -> Child:
+def run_child(task: Task) -> ProcessResult:
     [(_, child)] = run_children([(None, task)], at_once=1)
     return child
 
