@@ -40,7 +40,8 @@ def describe_loss_weights(passes: Sequence[PassPair]) -> Pairs:
     if least < 0 or abs(total - 1) <= MAX_ROUNDING:
         return lines
     reasons = [text for sum_, text in _list_reasons(window, num_targets) if _explains(sum_, total)]
-    reason = f": {reasons[0]}" if reasons else ""
+    # With as many passes on a rank as ranks, the gradient of the logits does not tell which of two it is.
+    reason = f": {'; or '.join(reasons)}" if reasons else ""
     return [*lines, ("note", f"{LABEL}: the weights add up to {total:.3g}, a mean's to 1{reason}")]
 
 
