@@ -12,7 +12,7 @@ from capture.file_format.optimizer_step import OptimizerStep, Sample
 from replay.output.text import Pairs, name_some, pluralise
 from replay.runlog.records import PassRecord
 from replay.tolerances.difference import relative_difference
-from replay.tolerances.job_bounds import LOSS, SAME_SHARES
+from replay.tolerances.job_bounds import LOSS
 from replay.verdict.judge import PassPair
 from replay.verdict.optimizer_facts import find_facts_of_ranks
 from replay.verdict.outcomes import Outcome, PassVerdict, Verdict
@@ -23,6 +23,8 @@ from replay.verdict.step_remarks import list_step_remarks
 LABEL = "trained"
 # A relative difference: averaged gradients are equal on all ranks, but may have been added up in another order.
 SAME_ON_RANKS = 1e-3
+# Passes whose numbers of tokens are no further apart are as good as equal.
+UNEQUAL_NUMBERS = 0.05
 
 
 def list_training_remarks(passes: Sequence[PassPair], verdict: Verdict, *, is_whole: bool) -> Pairs:
@@ -63,13 +65,14 @@ def describe_weighting(passes: Sequence[PassPair]) -> Pairs:
         numbers = [recorded.num_tokens for _, recorded, _ in window if recorded is not None]
         has_equal = len(window) > 1 and all(record.result.weight == 1 for record, _, _ in window)
         is_whole = window[-1].record.result.grad_norm is not None
-        if is_whole and has_equal and min(numbers) and max(numbers) / min(numbers) > 1 + SAME_SHARES:
+        if is_whole and has_equal and min(numbers) and max(numbers) / min(numbers) > 1 + UNEQUAL_NUMBERS:
             times = max(numbers) / min(numbers)
             few, many = (window[numbers.index(number)].record for number in (min(numbers), max(numbers)))
             by_tokens = (
                 f"a token of {_name_pass(few, window)} counts {times:.3g} times one of {_name_pass(many, window)}"
             )
-            return [("window", f"each pass weighs the same, as in the job, whatever its tokens: {by_tokens}")]
+            text = f"each pass weighs the same, as in the job, whatever its tokens: {by_tokens}"
+            return [("note", f"window: {text}. Short micro-batches weigh more per token")]
     return []
 
 

@@ -50,8 +50,15 @@ def test_a_window_of_two_ranks_is_weighed_whole() -> None:
             passes.append(PassPair(record, recorded, member.replayed))
     [(label, text)] = describe_weighting(passes)
     assert f"`{label}`" in (ROOT / "docs" / "verdict.md").read_text()
-    assert label == "window"
-    assert text.endswith("a token of pass 1 of rank 0 counts 4 times one of pass 2 of rank 1")
+    assert label == "note"
+    assert text.startswith("window: each pass weighs the same")
+    assert "a token of pass 1 of rank 0 counts 4 times one of pass 2 of rank 1. Short micro-batches weigh more" in text
+    nearly = [
+        PassPair(pair.record, replace(pair.recorded, num_tokens=pair.recorded.num_tokens // 40 + 29), pair.replayed)
+        for pair in passes
+        if pair.recorded is not None
+    ]
+    assert describe_weighting(nearly) == []
 
 
 @pytest.mark.parametrize(
