@@ -111,6 +111,8 @@ def name_early_clipping(factor: float, verdict: PassVerdict) -> Cause:
 
 
 def clips_under_scale(window: Sequence[ComparedPass]) -> bool:
-    """Tell whether a job of fp16, whose losses are scaled, clipped the gradient of this window."""
-    has_fp16 = any("float16" in compared.recorded.dtypes for compared in window)
-    return has_fp16 and any(step.max_norm for step in list_steps(window))
+    """Tell whether the gradient of this window was clipped as it was recorded: the factor of a loss scale is in it.
+
+    GradScaler scales losses of any dtype. What it takes out only in its step comes behind the clipping.
+    """
+    return any(step.max_norm for step in list_steps(window))
