@@ -102,7 +102,8 @@ def _check_targets(traits: Sequence[TokenTraits]) -> Iterator[LintRemark]:
             weight=Weight.WRONG_TARGETS,
             cause=CauseName.OTHER_TOKENS,
         )
-    if on_padding := sum(tokens.num_on_padding for tokens in traits if tokens.has_mask):
+    # Where each token is its own target, the last one of a row stands where the next would be padding.
+    if not found and (on_padding := sum(tokens.num_on_padding for tokens in traits if tokens.has_mask)):
         total = sum(tokens.num_labels for tokens in traits)
         yield LintRemark(
             topic="labels",

@@ -7,6 +7,7 @@ first wrong number wrong, and it changes what is computed by what it is; otherwi
 
 from collections.abc import Sequence
 
+from replay.output.text import pluralise
 from replay.tolerances.job_bounds import (
     ACTION_TOKENS,
     GRADIENT_QUANTITIES,
@@ -279,6 +280,8 @@ def find_unstated_difference(evidence: CauseEvidence) -> Cause | None:
             try_next=advice or "weights that the job had before this pass, and samples of all its parameters",
             explains=ALL_FINDINGS,
         )
+    if (own_tokens := _find_own_tokens_as_labels(evidence, first)) is not None:
+        return own_tokens
     if evidence.is_forward_wrong:
         where = "the forward gives other numbers"
         rest = "code of the job that leaves no trace in the model's modules, or weights that no sample shows"
@@ -292,6 +295,26 @@ def find_unstated_difference(evidence: CauseEvidence) -> Cause | None:
         sureness=Sureness.MAY_BE,
         sentence=f"{where}, {name_time(first)}, and nothing that was recorded says why: {rest}",
         try_next="the command in the line `layer`, with the job's own code",
+        explains=ALL_FINDINGS,
+    )
+
+
+def _find_own_tokens_as_labels(evidence: CauseEvidence, first: PassVerdict) -> Cause | None:
+    """Tell that the targets of the job's own loss, as its gradient has them, are the tokens that should predict them.
+
+    Where a row repeats a token, its gradient tells fewer targets, so a part of the passes is enough.
+    """
+    passes = [compared.recorded for compared in evidence.passes if compared.recorded.trains]
+    tokens = [recorded.tokens for recorded in passes if recorded.tokens is not None]
+    number = sum(pass_tokens.has_shifted_labels and pass_tokens.label_offset == 0 for pass_tokens in tokens)
+    if evidence.is_forward_wrong or not number:
+        return None
+    return Cause(
+        name=CauseName.OTHER_TOKENS,
+        sureness=Sureness.PROBABLY,
+        sentence=f"each token predicts itself in {number} of {pluralise(len(passes), 'training pass')}, "
+        f"{name_time(first)}: the job's own loss does not shift its labels",
+        try_next="compare logits[:, :-1] with labels[:, 1:]",
         explains=ALL_FINDINGS,
     )
 
