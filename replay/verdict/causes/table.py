@@ -20,7 +20,7 @@ from replay.verdict.causes import (
     trial_rules,
     weight_rules,
 )
-from replay.verdict.causes.cause import LOOP_CAUSES, Cause, Sureness
+from replay.verdict.causes.cause import LOOP_CAUSES, SETTLED_CAUSES, Cause, Sureness
 from replay.verdict.causes.evidence import CauseEvidence, CauseRule
 from replay.verdict.outcomes import Outcome, Verdict
 from replay.verdict.pass_values import MISSING_GRADIENT
@@ -48,9 +48,11 @@ def find_causes(evidence: CauseEvidence, rules: Sequence[CauseRule] = RULES) -> 
     """Return the causes that the evidence shows, the sure ones first, else in the order of the table.
 
     A cause is left out if those before it explain all that is wrong and that it explains, unless it is sure and no
-    other of its name is.
+    other of its name is. One of the first wrong number needs to be more than a second reason for what may follow from
+    that: a hook may only look.
     """
     wrong = set(evidence.list_wrong_names())
+    first_names = {finding.name for verdict, finding in evidence.wrong if verdict is evidence.first_wrong}
     candidates = [cause for rule in rules if (cause := rule.find(evidence)) is not None]
     causes: list[Cause] = []
     for sureness in SURENESS_ORDER:
@@ -58,7 +60,10 @@ def find_causes(evidence: CauseEvidence, rules: Sequence[CauseRule] = RULES) -> 
             # What may be is said only where nothing better is known.
             if cause.sureness is not sureness or (sureness is Sureness.MAY_BE and causes):
                 continue
-            is_explained = set(cause.explains) & wrong <= {name for other in causes for name in other.explains}
+            explained = {name for other in causes for name in other.explains}
+            if first_names <= set(cause.explains):
+                explained.update(list_unexplained(evidence, causes)[1])
+            is_explained = set(cause.explains) & wrong <= explained
             is_named = any(other.name is cause.name for other in causes)
             if not is_explained or (sureness is Sureness.IS and not is_named):
                 causes.append(cause)
@@ -86,7 +91,7 @@ def list_unexplained(evidence: CauseEvidence, causes: Sequence[Cause]) -> tuple[
 
 
 def may_lie_in_layer(verdict: Verdict) -> bool:
-    """Does a forward or a gradient differ, or is unsettled, for which no cause in the job's loop is enough?"""
+    """Does a forward or a gradient differ, or is unsettled, which no cause outside of layers explains?"""
     wrong_outcomes = (Outcome.DIFFERS, Outcome.UNSETTLED)
     wrong_names = {
         finding.name
@@ -95,6 +100,8 @@ def may_lie_in_layer(verdict: Verdict) -> bool:
         for finding in pass_verdict.findings
         if finding.is_wrong
     }
-    of_loop = {name for cause in verdict.causes if cause.name in LOOP_CAUSES for name in cause.explains}
-    of_others = {name for cause in verdict.causes if cause.name not in LOOP_CAUSES for name in cause.explains}
-    return bool((wrong_names & _OF_LAYERS) - (of_loop - of_others) - set(verdict.may_follow))
+    enough, others = set[str](), set[str]()
+    for cause in verdict.causes:
+        is_settled = cause.name in SETTLED_CAUSES and cause.sureness is Sureness.IS
+        (enough if is_settled or cause.name in LOOP_CAUSES else others).update(cause.explains)
+    return bool((wrong_names & _OF_LAYERS) - (enough - others) - set(verdict.may_follow))

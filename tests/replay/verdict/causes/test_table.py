@@ -70,9 +70,12 @@ def make_cause(name: CauseName, *explains: str) -> Cause:
         (["loss"], [make_cause(CauseName.SCHEDULE, "loss"), make_cause(CauseName.MODEL_CODE, "loss")], [], True),
         (["dropout masks"], [make_cause(CauseName.DROPOUT, "dropout masks")], [], False),
         (["optimizer state"], [], [], False),
+        (["loss", "gradient norm"], [make_cause(CauseName.TIED_WEIGHTS, "loss", "gradient norm")], [], False),
+        (["gradient norm"], [make_cause(CauseName.NO_GRADIENT, "gradient norm")], [], False),
+        (["loss"], [replace(make_cause(CauseName.MASK, "loss"), sureness=Sureness.PROBABLY)], [], True),
     ],
 )
-def test_a_layer_is_sought_where_no_cause_in_the_loop_is_enough(
+def test_a_layer_is_sought_where_no_cause_outside_of_it_is_enough(
     wrong: list[str], causes: list[Cause], may_follow: list[str], is_sought: bool
 ) -> None:
     known = replace(judge([], SETTINGS), causes=causes, may_follow=may_follow)
@@ -91,6 +94,19 @@ def test_what_is_wrong_behind_an_explained_step_may_follow_from_it() -> None:
     assert list_unexplained(behind, []) == (["gradient norm", "loss"], [])
     before = replace(behind, verdicts=[later, replace(step, index=1)])
     assert list_unexplained(before, causes) == (["loss"], [])
+
+
+def test_code_that_may_only_look_is_no_second_cause_of_what_may_follow_from_the_first() -> None:
+    step = replace(make_evidence("gradient norm").verdicts[0], first_index=0)
+    later = replace(make_evidence("loss").verdicts[0], index=1)
+    evidence = replace(make_evidence("loss"), verdicts=[step, later])
+    hook = make_rule(CauseName.GRADIENTS_CHANGED, Sureness.PROBABLY, "gradient norm", "loss")
+    of_later = make_rule(CauseName.MASK, Sureness.PROBABLY, "loss")
+    missing = make_rule(CauseName.NO_GRADIENT, Sureness.IS, "gradient norm")
+    assert [cause.name for cause in find_causes(evidence, [missing, hook])] == [CauseName.NO_GRADIENT]
+    assert [cause.name for cause in find_causes(evidence, [hook])] == [CauseName.GRADIENTS_CHANGED]
+    # What explains the later numbers alone tells of a second fault.
+    assert len(find_causes(evidence, [missing, of_later])) == 2
 
 
 def test_without_a_wrong_number_there_is_no_cause() -> None:
