@@ -61,7 +61,8 @@ def explain_unknown_class(group: JobGroup, options: Sequence[Setting] = ()) -> s
     library = f" of {group.library}" if group.library not in (None, "__main__") else ""
     library = " of the job's own script" if group.library == "__main__" else library
     typed = " ".join(map(str, [OWN_CLASS, *options]))
-    advice = f"Try: {typed}, where function(named_parameters, settings) builds it"
+    advice = f"Try: {typed}, where function(named_parameters, settings) builds it: the job's own class there "
+    advice += "repeats its mistakes, a library's shows them"
     return f"the job's {group.class_name}{library} is of no family here, so its steps are not judged. {advice}"
 
 

@@ -71,7 +71,8 @@ def test_a_parameter_of_no_group_is_trained_as_the_first() -> None:
         (
             make_window(0, {"lr": 1.0}, optimizer="Shampoo", max_norm=0.5),
             "the job's Shampoo is of no family here, so its steps are not judged. Try: --optimizer FILE.py:function "
-            "--step --max-norm 0.5 --backend fsdp2, where function(named_parameters, settings) builds it",
+            "--step --max-norm 0.5 --backend fsdp2, where function(named_parameters, settings) builds it: the job's "
+            "own class there repeats its mistakes, a library's shows them",
         ),
         (make_window(0, {"lr": 1.0}, {"lr": 2.0}), "their parameters were not recorded"),
         (make_window(0, {"lr": 1.0}, clips_otherwise=True), "step 1 was clipped by another rule than to a norm"),
