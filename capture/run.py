@@ -157,6 +157,10 @@ class ModelSearch:
 
     def describe(self) -> str:
         """Return the last line of `capture run`."""
+        error = sys.exc_info()[1]
+        if error is not None and not isinstance(error, SystemExit) and not self.recordings:
+            # The traceback says why, and no option would have helped.
+            return "capture: nothing recorded: the job ended with an error before it trained"
         return _describe_recordings(self.recordings, self.language_model, self._order)
 
     def describe_job(self) -> str | None:

@@ -249,6 +249,11 @@ def test_what_a_job_has_left_for_torchrun_stays(tmp_path: Path) -> None:
     [
         ("nn.Linear(2, 2)(torch.ones(2, 2))", [], "no causal LM (a module with a model's config"),
         ("Reward()(ids)", [], "no causal LM (a module"),
+        (
+            "import atexit, os; atexit.register(os._exit, 5); raise ValueError",
+            [],
+            "ended with an error before it trained",
+        ),
         ("Tiny().requires_grad_(False)(ids)", [], "no causal LM (a module"),
         ("with torch.no_grad(): Tiny()(ids)", [], "but without: Tiny. Try: capture run --module Tiny"),
         ("Tiny()(ids)", ["--module", "Huge"], "no module of class Huge was called"),
