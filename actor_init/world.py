@@ -96,14 +96,14 @@ class World:
         dist.all_gather_object(values, value)
         return values
 
-    def from_first(self, value: Any) -> Any:
+    def broadcast_from_rank0(self, value: Any) -> Any:
         """Return rank 0's `value` on every rank."""
         values = [value]
         dist.broadcast_object_list(values, src=0)
         return values[0]
 
 
-def decide_on_first_rank(world: World, decide: Callable[[], DecisionT]) -> DecisionT:
+def compute_on_rank0(world: World, decide: Callable[[], DecisionT]) -> DecisionT:
     """Return on every rank what `decide` returns on rank 0, or raise there the UsageError that rank 0 raises."""
     answer: DecisionT | UsageError | None = None
     if world.rank == 0:
@@ -111,7 +111,7 @@ def decide_on_first_rank(world: World, decide: Callable[[], DecisionT]) -> Decis
             answer = decide()
         except UsageError as error:
             answer = error
-    answer = world.from_first(answer)
+    answer = world.broadcast_from_rank0(answer)
     if isinstance(answer, UsageError):
         raise answer
     decision: DecisionT = answer

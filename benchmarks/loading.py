@@ -36,7 +36,7 @@ def main() -> int:
     parser.add_argument("--hidden", type=int, default=2048)
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as own, World.from_env(ParallelSpec()) as world:
-        folder = given.folder or Path(world.from_first(own))
+        folder = given.folder or Path(world.broadcast_from_rank0(own))
         if world.rank == 0 and not any(folder.glob("*.safetensors")):
             make(folder, num_layers=given.layers, hidden_size=given.hidden)
         world.meet()

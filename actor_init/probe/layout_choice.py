@@ -14,7 +14,7 @@ from actor_init.declarations.attention import find_attention_form, find_kernel
 from actor_init.model_form import DocumentBorders, Layout
 from actor_init.probe.packing_probe import SEEDS, NotProvedError, Probe, choose_bound
 from actor_init.spec import PACKED, ActorSpec, Attention, UsageError
-from actor_init.world import World, decide_on_first_rank
+from actor_init.world import World, compute_on_rank0
 from capture.facts import Setting
 
 PADDED = Layout(packs=False)
@@ -40,7 +40,7 @@ def choose_layout(
         return spec, Layout(packs=False, why=_CUSTOM)
     if spec.parallel.ring > 1:
         return spec, _prove_in_ring(spec, config, world, trains)
-    attention, layout = decide_on_first_rank(world, partial(_choose, spec, config, world.device, is_typed))
+    attention, layout = compute_on_rank0(world, partial(_choose, spec, config, world.device, is_typed))
     return replace(spec, packing=layout.packs, attention=attention), layout
 
 

@@ -58,7 +58,7 @@ def create_whole_folder(folder: Path, world: World) -> Iterator[Path]:
     if world.rank == 0:
         unfinished = folder.parent / f".{folder.name}.unfinished-{uuid.uuid4().hex[:8]}"
         unfinished.mkdir()
-    unfinished = world.from_first(unfinished)
+    unfinished = world.broadcast_from_rank0(unfinished)
     assert unfinished is not None
     try:
         yield unfinished

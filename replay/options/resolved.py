@@ -85,9 +85,9 @@ class ResolvedReplay(ReplayParts):
     why_whole_logits  what of the run needs whole logits, whatever the job had; empty if nothing does
     step_settings     of the steps that are taken as the job took them, by the index of the pass that ends the window
     followed_settings the settings in them that are the job's, by torch's names, and FAMILY if no optimizer was typed
-    own_clipping_limit  the norm that the job clipped to by code of its own, which its recorded gradients show
-    first_unfollowed_forward  the forward from which on this run cannot train the parameters that the job trained; None:
-                      it can throughout
+    job_code_clip_norm  the norm that the job clipped to by code of its own, which its recorded gradients show
+    first_forward_trained_otherwise  the forward from which on this run cannot train the parameters that the job
+                      trained; None: it can throughout
     """
 
     source: "ModelSource"
@@ -98,8 +98,8 @@ class ResolvedReplay(ReplayParts):
     why_whole_logits: str = ""
     step_settings: "Mapping[int, StepSettings]" = field(default_factory=dict)
     followed_settings: frozenset[str] = frozenset()
-    own_clipping_limit: float | None = None
-    first_unfollowed_forward: int | None = None
+    job_code_clip_norm: float | None = None
+    first_forward_trained_otherwise: int | None = None
 
     def __post_init__(self) -> None:
         ReplayParts.__post_init__(self)

@@ -18,7 +18,7 @@ from actor_init.optimizer import TORCH_DTYPES
 from actor_init.probe import head_probe
 from actor_init.probe.head_probe import explain_whole_head
 from actor_init.spec import ActorSpec, Compile, CompileLengths, Head, UsageError
-from actor_init.world import World, decide_on_first_rank
+from actor_init.world import World, compute_on_rank0
 from capture.facts import Setting
 from capture.file_format.capture_file import Call
 from replay.options.option_parsing import spell_setting
@@ -75,7 +75,7 @@ def choose_head(
         why = f"{_explain(choice)}, which it is not here: {lack}" if lack else _explain(choice)
         return HeadForm(kind=Head.WHOLE, why=why, compiled=compiled), choice
 
-    return decide_on_first_rank(world, choose)
+    return compute_on_rank0(world, choose)
 
 
 def _explain(choice: ResolvedChoice) -> str:

@@ -39,7 +39,7 @@ class FollowedSteps:
     groups          of the optimizer, with the settings of the first step
     settings        of each step, by the index of the pass that ends its window
     setting_names   the settings that are the job's, by torch's names, and FAMILY where no optimizer was typed
-    own_clipping_limit  the norm that code of the job's own clipped to, as its recorded gradients show; None: it did not
+    job_code_clip_norm  the norm that code of the job's own clipped to, as its recorded gradients show; None: it did not
     why_no_more     why the windows after these are not followed; empty: all are followed
     """
 
@@ -48,7 +48,7 @@ class FollowedSteps:
     groups: Sequence[ParameterGroup]
     settings: Mapping[int, StepSettings]
     setting_names: frozenset[str]
-    own_clipping_limit: float | None = None
+    job_code_clip_norm: float | None = None
     why_no_more: str = ""
 
 
@@ -77,15 +77,15 @@ def find_followed_steps(
     members, group_places = _divide_parameters(group_lists, names, job_names)
     families = [_find_family(group_lists[0][places[0]], followed[0].steps[0]) for places in group_places]
     main = next((family for family in families if family.companion is not None), families[0])
-    own_clipping_limit = (
+    job_code_clip_norm = (
         infer_own_clipping_limit([window.steps for window in followed]) if actor.max_norm is None else None
     )
     return FollowedSteps(
         optimizer=main.word,
         max_norm=actor.max_norm
         if actor.max_norm is not None
-        else _read_limit(followed[0].steps[0]) or own_clipping_limit,
-        own_clipping_limit=own_clipping_limit,
+        else _read_limit(followed[0].steps[0]) or job_code_clip_norm,
+        job_code_clip_norm=job_code_clip_norm,
         groups=[
             ParameterGroup(
                 family=family.word,

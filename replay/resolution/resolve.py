@@ -18,7 +18,7 @@ from actor_init.model import ModelSource
 from actor_init.model_form import Layout
 from actor_init.probe.layout_choice import choose_layout
 from actor_init.spec import ActorSpec, Attention, Dtype, Kernels, TpPlan
-from actor_init.world import World, decide_on_first_rank
+from actor_init.world import World, compute_on_rank0
 from capture.facts import Setting
 from capture.file_format.capture_file import Call
 from capture.file_format.micro_batch import LOSS_MISFIT, CaptureError
@@ -80,9 +80,9 @@ def resolve(
     2. `filled_spec.actor`: with what the captures tell: dtype, packing, fused modules, accumulation, routing
     3. `actor_with_steps`: with the optimizer, from here on in `filled_spec` too
     4. `actor_before_probes`: with the job's attention kernel, if it can be had here
-    5. `actor`: with the layout of rows, and the kernel that is right for it
-    6. `actor` again: with how log-probs come from the head
-    7. `named_actor`: with the chosen kernel's word, if it has one
+    5. `actor_with_layout`: with the layout of rows, and the kernel that is right for it
+    6. `actor_with_head`: with how log-probs come from the head
+    7. `named_actor`: with the option value of the chosen kernel, if it has one
 
     spec        what was typed
     selection   the inputs of this rank, and what the captures tell of the job's windows
@@ -93,60 +93,63 @@ def resolve(
     All ranks must call this. Raises UsageError, on all of them, for what cannot run here.
     """
     # Rank 0 chooses for all ranks: their files and their hardware may differ.
-    spec, job_choices = decide_on_first_rank(
+    spec, job_choices = compute_on_rank0(
         world, lambda: (spec, choose_from_job(spec, first_call, selection, world.device.type))
     )
     filled_spec = replace(spec, actor=apply_choices(spec.actor, job_choices))
 
     source = find_source_on_all(filled_spec, world)
-    frozen = world.from_first(find_frozen_in_job(filled_spec, source, first_call, selection.rounds))
+    frozen = world.broadcast_from_rank0(find_frozen_in_job(filled_spec, source, first_call, selection.rounds))
     source = replace(source, frozen=frozen.always, frozen_later=frozen.later)
 
     filled_spec = replace(filled_spec, measure=replace(filled_spec.measure, loss=loss.value))
     steps = choose_steps(filled_spec, source, selection, first_call, world)
     actor_with_steps = steps.apply(filled_spec.actor)
     filled_spec = replace(filled_spec, actor=actor_with_steps, measure=replace(filled_spec.measure, step=steps.mode))
-    if steps.followed is not None:
-        source = replace(source, optimizer_groups=steps.followed.groups)
+    if steps.job_steps is not None:
+        source = replace(source, optimizer_groups=steps.job_steps.groups)
 
-    attention: ChosenAttention = world.from_first(
+    attention: ChosenAttention = world.broadcast_from_rank0(
         choose_job_kernel(filled_spec.actor, first_call, world.device, source.config)
     )
     actor_before_probes = replace(filled_spec.actor, attention=attention.word)
     is_packing_typed = spec.actor.packing is not None
-    actor, layout = choose_layout(
+    actor_with_layout, layout = choose_layout(
         actor_before_probes,
         source.config,
         world,
         is_typed=is_packing_typed,
         trains=filled_spec.inputs.passes is not Passes.ROLLOUT,
     )
-    if actor.attention != actor_before_probes.attention:
+    if actor_with_layout.attention != actor_before_probes.attention:
         attention = replace(attention, why=WHY_KERNEL_OF_PROBE)
-    # The header of the run prints the layout with its reason (`Layout.describe`): the job's labels need padded rows.
+    # Show the user why rows stay padded: the job's labels need it.
     if selection.padding_predicts_label and not is_packing_typed and not layout.why:
         layout = replace(layout, why=PADDING_PREDICTS_LABEL)
     why_whole_logits = explain_whole_logits(filled_spec, objective)
     source = replace(source, layout=layout)
     head, head_choice = choose_head(
-        filled_spec, actor, source, selection, first_call, world, why_whole_logits=why_whole_logits
+        filled_spec, actor_with_layout, source, selection, first_call, world, why_whole_logits=why_whole_logits
     )
-    actor, source = replace(actor, head=head_choice.value), replace(source, head=head)
-    kernel_name = choose_kernel_on_all_ranks(actor, world, source.config)
-    named_actor = name_kernel(actor, kernel_name)
+    actor_with_head, source = replace(actor_with_layout, head=head_choice.value), replace(source, head=head)
+    kernel_name = choose_kernel_on_all_ranks(actor_with_head, world, source.config)
+    named_actor = name_kernel(actor_with_head, kernel_name)
 
     settings_with_defaults = [
-        *_list_backend_and_optimizer_settings(actor),
+        *_list_backend_and_optimizer_settings(actor_with_head),
         *_list_inputs_settings(filled_spec.inputs, selection),
         *_choose_clip_high_default(filled_spec),
     ]
     choices = [
-        *(_explain_packing(choice, actor, layout) if choice.setting == PACKING else choice for choice in job_choices),
-        # `_explain_attention` needs `actor`, not `named_actor`: an `auto` there means that nobody named a kernel.
-        _explain_attention(attention, kernel_name, spec.actor, actor_before_probes, actor),
+        *(
+            _finalize_packing_choice(choice, actor_with_head, layout) if choice.setting == PACKING else choice
+            for choice in job_choices
+        ),
+        # `_explain_attention` needs the actor before `name_kernel`: an `auto` there means that nobody named a kernel.
+        _explain_attention(attention, kernel_name, spec.actor, actor_before_probes, actor_with_head),
         *_explain_model(filled_spec, source),
         head_choice,
-        *_list_choices_left_to_actor(actor),
+        *_list_choices_left_to_actor(actor_with_head),
         loss,
         *steps.list_choices(spec.actor),
         *settings_with_defaults,
@@ -163,10 +166,10 @@ def resolve(
         choices=tuple(_add_typed(choices, spec)),
         attention_reason=attention.why,
         why_whole_logits=why_whole_logits,
-        step_settings=steps.followed.settings if steps.followed is not None else {},
-        followed_settings=steps.followed.setting_names if steps.followed is not None else frozenset(),
-        own_clipping_limit=steps.followed.own_clipping_limit if steps.followed is not None else None,
-        first_unfollowed_forward=frozen.first_unfollowed_forward,
+        step_settings=steps.job_steps.settings if steps.job_steps is not None else {},
+        followed_settings=steps.job_steps.setting_names if steps.job_steps is not None else frozenset(),
+        job_code_clip_norm=steps.job_steps.job_code_clip_norm if steps.job_steps is not None else None,
+        first_forward_trained_otherwise=frozen.first_forward_trained_otherwise,
     )
 
 
@@ -257,7 +260,7 @@ def _explain_attention(
     return ResolvedChoice(setting=ATTENTION, value=kernel_name, by=by, why=attention.why or default_reasons.get(by, ""))
 
 
-def _explain_packing(packing: ResolvedChoice, actor: ActorSpec, layout: Layout) -> ResolvedChoice:
+def _finalize_packing_choice(packing: ResolvedChoice, actor: ActorSpec, layout: Layout) -> ResolvedChoice:
     """Return the choice of packing as the probe leaves it, with who decided it and why."""
     by = ChosenBy.MODEL if packing.value != actor.packs else packing.by
     if by is ChosenBy.TYPED and not layout.why:

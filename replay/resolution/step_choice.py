@@ -28,32 +28,32 @@ from replay.verdict.weight_check import WeightChecker
 class StepChoice:
     """Whether the optimizer steps.
 
-    followed  the job's steps that are taken as the job took them; None: steps are taken as typed, or none are
-    why       if --step was not typed: why the optimizer does not step, or why it stops before the last window of the
-              job; empty where there is nothing to say
+    job_steps  the job's steps that are taken as the job took them; None: steps are taken as typed, or none are
+    why        if --step was not typed: why the optimizer does not step, or why it stops before the last window of the
+               job; empty where there is nothing to say
     """
 
     mode: StepMode
     by: ChosenBy
-    followed: FollowedSteps | None = None
+    job_steps: FollowedSteps | None = None
     why: str = ""
 
     def apply(self, actor: ActorSpec) -> ActorSpec:
         """Return `actor` with the optimizer and the clipping of the steps."""
-        if self.followed is None:
+        if self.job_steps is None:
             return actor.with_step_defaults()
-        return replace(actor, optimizer=self.followed.optimizer, max_norm=self.followed.max_norm).with_step_defaults()
+        return replace(actor, optimizer=self.job_steps.optimizer, max_norm=self.job_steps.max_norm).with_step_defaults()
 
     def list_choices(self, typed: ActorSpec) -> Iterator[ResolvedChoice]:
         """Yield whether the optimizer steps and, unless they were typed, which one it is and what norm it clips to."""
         yield ResolvedChoice(setting=STEP, value=self.mode, by=self.by, why=self.why)
         if typed.optimizer == OptimizerName.AUTO:
-            value, by = self.apply(typed).optimizer, ChosenBy.DEFAULT if self.followed is None else ChosenBy.JOB
+            value, by = self.apply(typed).optimizer, ChosenBy.DEFAULT if self.job_steps is None else ChosenBy.JOB
             yield ResolvedChoice(setting="actor.optimizer", value=value, by=by)
-        if self.followed is None:
+        if self.job_steps is None:
             return
         if typed.max_norm is None:
-            yield ResolvedChoice(setting="actor.max_norm", value=self.followed.max_norm, by=ChosenBy.JOB)
+            yield ResolvedChoice(setting="actor.max_norm", value=self.job_steps.max_norm, by=ChosenBy.JOB)
 
 
 def choose_steps(
@@ -68,7 +68,7 @@ def choose_steps(
     has_other_weights = spec.measure.step is StepMode.AUTO and any(
         world.gather(bool(checker.check(recorded).differing))
     )
-    choice: StepChoice = world.from_first(
+    choice: StepChoice = world.broadcast_from_rank0(
         _choose_on_rank(spec, source, checker, selection, first_call, world, has_other_weights)
     )
     return choice
@@ -95,7 +95,7 @@ def _choose_on_rank(
     windows = list_job_windows(selection.rounds, spec.actor.num_accumulated)
     followed = _find_steps_to_follow(spec, source, checker, windows, recorded)
     if mode is StepMode.ON:
-        return StepChoice(mode=mode, by=ChosenBy.TYPED, followed=None if isinstance(followed, str) else followed)
+        return StepChoice(mode=mode, by=ChosenBy.TYPED, job_steps=None if isinstance(followed, str) else followed)
 
     def refuse(why: str, by: ChosenBy = ChosenBy.JOB) -> StepChoice:
         return StepChoice(mode=StepMode.OFF, by=by, why=why)
@@ -131,7 +131,7 @@ def _choose_on_rank(
     if not moves:
         return refuse("", ChosenBy.DEFAULT)
     why = format_error_with_flags(followed.why_no_more)
-    return StepChoice(mode=StepMode.ON, by=ChosenBy.JOB, followed=replace(followed, settings=settings), why=why)
+    return StepChoice(mode=StepMode.ON, by=ChosenBy.JOB, job_steps=replace(followed, settings=settings), why=why)
 
 
 def _find_steps_to_follow(

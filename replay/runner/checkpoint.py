@@ -22,7 +22,7 @@ from actor_init.saving.huggingface import check_folder, create_whole_folder
 from actor_init.saving.state_file import STATE_FILE, SavedState
 from actor_init.spec import UsageError
 from actor_init.weights import FolderWeights, OnProgress, Weights, ignore_progress
-from actor_init.world import World, decide_on_first_rank, try_on_all_ranks
+from actor_init.world import World, compute_on_rank0, try_on_all_ranks
 from capture.facts import Setting
 from capture.file_format.micro_batch import MicroBatch
 from capture.file_format.tensor_codec import view_bytes
@@ -111,7 +111,7 @@ def refuse_folders(spec: StateSpec, world: World, states: StateStore | None) -> 
             if states is None or folder != spec.save_state:
                 check_folder(folder, name)
 
-    decide_on_first_rank(world, check_folders)
+    compute_on_rank0(world, check_folders)
 
 
 @dataclass(kw_only=True, slots=True)

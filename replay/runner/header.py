@@ -35,7 +35,7 @@ MAX_NAMED_PARTS = 4
 
 def describe_frozen_in_job(resolved: ResolvedReplay) -> str:
     """Say what is not trained, and that the backend does not follow what the job changed later; empty for neither."""
-    frozen, unfollowed = list_frozen(resolved.source), resolved.first_unfollowed_forward
+    frozen, unfollowed = list_frozen(resolved.source), resolved.first_forward_trained_otherwise
     if unfollowed is None:
         return f"{frozen}, as in the job" if frozen else ""
     follower = " ".join(map(spell_setting, list_whole_backend(resolved.actor)))
@@ -215,7 +215,7 @@ class Header:
                 return {}
             if step is not None:
                 counts = count_loaded_steps(self.resolved.source)
-                followed, limit = self.resolved.followed_settings, self.resolved.own_clipping_limit
+                followed, limit = self.resolved.followed_settings, self.resolved.job_code_clip_norm
                 step = step if limit is None else replace(step, max_norm=limit)
                 differing = list_setting_differences(step, actor, 0, loaded_counts=counts, followed=followed)
                 text = f"other than the job's: {'; '.join(differing)}" if differing else "as the job's"

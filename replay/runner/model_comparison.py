@@ -54,7 +54,7 @@ def find_model_differences(
         except Exception as error:
             # The other ranks wait for this one in a collective, and the passes can be replayed all the same.
             findings = ModelFindings(problem=f"{type(error).__name__}: {error}")
-    shared: ModelFindings = world.from_first(findings)
+    shared: ModelFindings = world.broadcast_from_rank0(findings)
     return shared
 
 

@@ -198,7 +198,7 @@ def make_verdict_settings(
         is_custom=spec.actor.is_custom,
         lacks_weights=spec.actor.lacks_weights,
         followed=spec.followed_settings,
-        own_clipping_limit=spec.own_clipping_limit,
+        job_code_clip_norm=spec.job_code_clip_norm,
         steps_unasked=spec.steps_unasked,
         loaded_counts=count_loaded_steps(source),
         dropout=[

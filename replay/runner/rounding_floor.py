@@ -237,7 +237,7 @@ def measure_floors(
     num_passes = count_passes_to_measure(repeater.spec, len(repeater.selection.inputs))
     compared = [replayed_pass for replayed_pass in passes if replayed_pass.record.index < num_passes]
     key = _digest_measurement(repeater, compared)
-    known_floors: dict[str, NoiseFloor] | None = repeater.world.from_first(
+    known_floors: dict[str, NoiseFloor] | None = repeater.world.broadcast_from_rank0(
         _read_floors(folder, key) if repeater.world.rank == 0 else None
     )
     if known_floors is not None:

@@ -8,7 +8,7 @@ from typing import IO, Self
 
 from actor_init.model import ModelSource, count_parameters
 from actor_init.spec import UsageError
-from actor_init.world import World, decide_on_first_rank, try_on_all_ranks
+from actor_init.world import World, compute_on_rank0, try_on_all_ranks
 from capture.facts import Setting
 from capture.file_format.capture_file import Call
 from capture.file_format.micro_batch import CaptureError
@@ -81,7 +81,7 @@ class _PreparedReplay:
         selection = try_on_all_ranks(world, lambda: _select(spec, world))
         meter = try_on_all_ranks(world, lambda: _make_meter(spec, world))
         first_call = read_first_call(selection)
-        loss = decide_on_first_rank(world, lambda: choose_loss(spec, selection, first_call))
+        loss = compute_on_rank0(world, lambda: choose_loss(spec, selection, first_call))
         spec_with_loss = replace(spec, measure=replace(spec.measure, loss=loss.value))
         if loss.by is ChosenBy.JOB and is_objective(loss.value) and any(world.gather(_has_labels(first_call))):
             # The labels' tokens were counted, before it was known that the loss is not theirs.
@@ -139,13 +139,13 @@ def run_in(
         else try_on_all_ranks(world, lambda: EarlierPasses.read(latest_state, selection, world))
     )
     # Rank 0's folder, where the latest state is another one on another rank's disk.
-    state_folder = earlier.folder or world.from_first(
+    state_folder = earlier.folder or world.broadcast_from_rank0(
         try_on_all_ranks(world, lambda: find_state_to_load(resolved.state))
     )
     source = load_state_weights(resolved, original_source, world, state_folder)
     source = find_job_optimizer_state(resolved, source, world)
     resolved = resolved.derive_variant(world, why="the state that is loaded", source=source)
-    name = world.from_first(create_folder(measure.log_folder, measure.name).name if world.rank == 0 else None)
+    name = world.broadcast_from_rank0(create_folder(measure.log_folder, measure.name).name if world.rank == 0 else None)
     folder = measure.log_folder / name
     # Rank 0 made the folder; on nodes that share no disk with it there is none yet.
     folder.mkdir(parents=True, exist_ok=True)

@@ -90,7 +90,7 @@ class FolderStateStore:
 
     def find_latest(self, world: World) -> Path | None:
         folders = find_whole_states(self.folder) if world.rank == 0 else []
-        latest: Path | None = world.from_first(folders[-1] if folders else None)
+        latest: Path | None = world.broadcast_from_rank0(folders[-1] if folders else None)
         return latest
 
     def keep(self, num_steps: int, write: Callable[[Path], None], world: World) -> None:

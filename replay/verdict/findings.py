@@ -72,7 +72,7 @@ class VerdictSettings:
     step_floors       by pass, the floors at that pass of two replays that step
     why_no_floors     why the floors could not be measured, if they could not
     follows_frozen    the replay trains the parameters that the job trained, step by step, though those changed
-    own_clipping_limit  the norm to which the job's own code clipped gradients before they were recorded; the replay
+    job_code_clip_norm  the norm to which the job's own code clipped gradients before they were recorded; the replay
                       clips to it too
     """
 
@@ -101,7 +101,7 @@ class VerdictSettings:
     is_custom: bool = False
     lacks_weights: bool = False
     follows_frozen: bool = False
-    own_clipping_limit: float | None = None
+    job_code_clip_norm: float | None = None
 
     @property
     def chooses_experts(self) -> bool:

@@ -94,7 +94,7 @@ def list_step_differences(window: Sequence[ComparedPass], settings: VerdictSetti
     job_norm = next((norm for _, norm in _list_job_norms(window, steps)), None)
     replay_norm = window[-1].record.result.grad_norm
     last = (
-        steps[-1] if settings.own_clipping_limit is None else replace(steps[-1], max_norm=settings.own_clipping_limit)
+        steps[-1] if settings.job_code_clip_norm is None else replace(steps[-1], max_norm=settings.job_code_clip_norm)
     )
     return list_setting_differences(
         last,

@@ -44,7 +44,7 @@ def _measure_norm(ranks: Sequence[OptimizerStep]) -> float | None:
 def clip_as_the_job(compared_passes: Sequence[ComparedPass], settings: VerdictSettings) -> list[ComparedPass]:
     """Clip the replay's gradient of each window to the norm that the job's own code clipped to."""
     return [
-        _clip(compared_pass, settings.own_clipping_limit) if settings.own_clipping_limit is not None else compared_pass
+        _clip(compared_pass, settings.job_code_clip_norm) if settings.job_code_clip_norm is not None else compared_pass
         for compared_pass in compared_passes
     ]
 

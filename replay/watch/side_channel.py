@@ -66,7 +66,7 @@ class Peers:
             return cls()
         address = _find_own_address()
         failure, connections = None, {}
-        token = world.from_first(secrets.token_hex(16) if world.rank == 0 else None)
+        token = world.broadcast_from_rank0(secrets.token_hex(16) if world.rank == 0 else None)
         with socket.socket(address[0], socket.SOCK_STREAM) as listener:
             listener.bind((address[1], 0))
             listener.listen(world.world_size)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from actor_init.spec import ParallelSpec, UsageError
-from actor_init.world import World, decide_on_first_rank, try_on_all_ranks
+from actor_init.world import World, compute_on_rank0, try_on_all_ranks
 from tests.helpers.thread_ranks import CPU, call_on_ranks
 
 
@@ -23,7 +23,7 @@ def test_more_processes_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -
 def test_a_single_process_is_its_own_world(world: World) -> None:
     assert (world.rank, world.world_size, world.data_rank, world.num_data_ranks) == (0, 1, 0, 1)
     assert world.gather("here") == ["here"]
-    assert world.from_first(7) == 7
+    assert world.broadcast_from_rank0(7) == 7
 
 
 def test_what_the_first_rank_refuses_is_raised_on_the_others_which_decide_nothing() -> None:
@@ -33,7 +33,7 @@ def test_what_the_first_rank_refuses_is_raised_on_the_others_which_decide_nothin
         decided_on.append(world.rank)
         raise UsageError("--routing recorded needs routes of experts")
 
-    results = call_on_ranks(lambda world: decide_on_first_rank(world, lambda: refuse(world)), [CPU, CPU])
+    results = call_on_ranks(lambda world: compute_on_rank0(world, lambda: refuse(world)), [CPU, CPU])
     assert decided_on == [0]
     assert [(type(result), str(result)) for result in results] == [
         (UsageError, "--routing recorded needs routes of experts")

@@ -36,7 +36,7 @@ class _Thread:
         self.world_size = threads.world_size
         self.device = device
         self.gather: Callable[[Any], list[Any]] = lambda value: threads.exchange(rank, value)
-        self.from_first: Callable[[Any], Any] = lambda value: threads.exchange(rank, value)[0]
+        self.broadcast_from_rank0: Callable[[Any], Any] = lambda value: threads.exchange(rank, value)[0]
 
 
 def call_on_ranks(function: Callable[[Any], Any], devices: Sequence[torch.device]) -> list[Any]:

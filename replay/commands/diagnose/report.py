@@ -146,7 +146,7 @@ def diagnose_in_world(
     if not selection.inputs:
         raise UsageError(f"no input can be read: {selection.damaged[0][1]}")
     choices = choose_from_job(run, read_first_call(selection), selection, world.device.type)
-    run = world.from_first(replace(run, actor=apply_choices(run.actor, choices)))
+    run = world.broadcast_from_rank0(replace(run, actor=apply_choices(run.actor, choices)))
     source = find_source(run)
     width = source.config.get_text_config().hidden_size
     actor, layout = choose_layout(run.actor, source.config, world, is_typed=is_packing_typed)
@@ -157,8 +157,8 @@ def diagnose_in_world(
     spec = replace(actor, learning_rate=rate)
     read_batch = partial(_read_batch, run=run, source=source)
     batches = [read_batch(path) for path in selection.inputs]
-    row = _find_shortest_row([read_batch(path) for path in world.from_first(selection.inputs)])
-    folder = world.from_first(create_folder(run.measure.log_folder, "diagnose") if world.rank == 0 else None)
+    row = _find_shortest_row([read_batch(path) for path in world.broadcast_from_rank0(selection.inputs)])
+    folder = world.broadcast_from_rank0(create_folder(run.measure.log_folder, "diagnose") if world.rank == 0 else None)
     diagnosis = Diagnosis(
         status=ResultStatus.RUNNING,
         command=command,

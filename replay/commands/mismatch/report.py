@@ -187,7 +187,7 @@ def mismatch_in_world(
     for spec in specs:
         choose_kernel_on_all_ranks(spec.actor, world, source.config)
     batches = [_read_input(path, source) for path in selection.inputs]
-    folder = world.from_first(create_folder(run.measure.log_folder, "mismatch") if world.rank == 0 else None)
+    folder = world.broadcast_from_rank0(create_folder(run.measure.log_folder, "mismatch") if world.rank == 0 else None)
     cells: list[tuple[MismatchCell, list[ActionTokens]]] = []
     # By the numbers of two replays, each of which is measured once.
     distances: dict[tuple[int, int], ReplayDistance] = {}

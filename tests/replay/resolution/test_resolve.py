@@ -275,7 +275,7 @@ class FirstOfTwo:
     def __init__(self) -> None:
         self.sent: list[Any] = []
 
-    def from_first(self, value: Any) -> Any:
+    def broadcast_from_rank0(self, value: Any) -> Any:
         self.sent.append(value)
         return value
 

@@ -97,7 +97,7 @@ OTHER = "clipped to {} in the job, to {} here"
 
 
 @pytest.mark.parametrize(
-    ("limit", "own_clipping_limit", "norms", "changes", "difference"),
+    ("limit", "job_code_clip_norm", "norms", "changes", "difference"),
     [
         # A limit that the gradient's norm does not reach changes nothing, and an infinite one never does.
         (inf, None, None, {}, None),
@@ -128,14 +128,14 @@ OTHER = "clipped to {} in the job, to {} here"
 )
 def test_a_limit_that_no_norm_reaches_is_no_clipping(
     limit: float | None,
-    own_clipping_limit: float | None,
+    job_code_clip_norm: float | None,
     norms: tuple[float | None, float | None] | None,
     changes: dict[str, Any],
     difference: str | None,
 ) -> None:
     step = make_step("AdamW", {"lr": 0.1, "weight_decay": 0.01})
     step = replace(step, **{"max_norm": limit, "grad_norm": NORM, **changes})
-    spec = ActorSpec(learning_rate=0.1, max_norm=own_clipping_limit).with_step_defaults()
+    spec = ActorSpec(learning_rate=0.1, max_norm=job_code_clip_norm).with_step_defaults()
     assert list_setting_differences(step, spec, 0, norms) == ([] if difference is None else [difference])
 
 

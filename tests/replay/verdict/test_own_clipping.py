@@ -54,10 +54,10 @@ def test_the_norms_of_shards_add_up_and_those_of_whole_gradients_are_one() -> No
 def test_the_replays_gradient_is_clipped_as_the_jobs_was() -> None:
     gradients = draw_gradients()
     window = make_window([scale_gradients(gradients, 0.5 / measure_norm(gradients))], gradients)
-    clipped = clip_as_the_job(window, replace(SETTINGS, own_clipping_limit=0.5))
+    clipped = clip_as_the_job(window, replace(SETTINGS, job_code_clip_norm=0.5))
     evidence = collect_gradient_evidence(clipped)
     assert evidence is not None
     assert all(parameter.ratio == pytest.approx(1.0) for parameter in evidence.parameters.values())
     assert [member.record.result.grad_norm for member in clipped] == [0.5]
     # A shorter gradient stays as it is.
-    assert clip_as_the_job(window, replace(SETTINGS, own_clipping_limit=1e9)) == window
+    assert clip_as_the_job(window, replace(SETTINGS, job_code_clip_norm=1e9)) == window
