@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from transformers import AttentionMaskInterface
 from transformers.masking_utils import and_masks, causal_mask_function, packed_sequence_mask_function
 
-from actor_init.attention.ring import sum_over_ring
+from actor_init.attention.ring_split import sum_over_ring
 from actor_init.declarations.attention import list_forms
 from actor_init.head.head_patch import patch_head
 from actor_init.head.whole_logits import compute_compiled_log_probs, compute_eager_log_probs

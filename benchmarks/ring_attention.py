@@ -22,8 +22,8 @@ from torch import Tensor
 
 from actor_init.attention.cudnn import cudnn_dense
 from actor_init.attention.kernels import flash_attn_varlen
-from actor_init.attention.ring import RingSlice, make_ring_slice
 from actor_init.attention.ring_attention import import_ring_flash_attn, ring_cudnn, ring_flash_attn, ring_sdpa
+from actor_init.attention.ring_split import RingSlice, make_ring_slice
 from actor_init.spec import ParallelSpec
 from actor_init.world import World
 from benchmarks.harness import Answers, Column, Sample, alternate, make_parser, table

@@ -14,7 +14,7 @@ from torch import Tensor, device
 from transformers import AttentionInterface, PretrainedConfig
 
 from actor_init.attention.kernels import register
-from actor_init.attention.ring import has_sliding_window
+from actor_init.attention.ring_split import has_sliding_window
 from actor_init.custom.config import CustomConfig
 from actor_init.declarations.attention import find_kernel
 from actor_init.declarations.attention.auto import (

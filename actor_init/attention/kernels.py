@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from actor_init.attention.cudnn import cudnn_dense
-from actor_init.attention.ring import RingSlice
 from actor_init.attention.ring_attention import ring_cudnn
+from actor_init.attention.ring_split import RingSlice
 from actor_init.attention.signature import (
     AttentionFunction,
     AttentionSettings,

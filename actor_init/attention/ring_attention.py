@@ -1,6 +1,6 @@
 """Compute ring attention: each rank's queries against the keys and values that the ring's ranks exchange.
 
-Shape letters as in `actor_init.attention.ring`, and H query heads, K key-value heads, D head_dim.
+Shape letters as in `actor_init.attention.ring_split`, and H query heads, K key-value heads, D head_dim.
 """
 
 from collections.abc import Callable, Mapping
@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PretrainedConfig
 
 from actor_init.attention.cudnn import CudnnBlocks, refuse_what_cudnn_lacks
-from actor_init.attention.ring import RingSlice, has_sliding_window
+from actor_init.attention.ring_split import RingSlice, has_sliding_window
 from actor_init.attention.signature import (
     AttentionFunction,
     AttentionSettings,

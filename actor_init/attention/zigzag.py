@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from actor_init.attention.ring import RingSlice
+from actor_init.attention.ring_split import RingSlice
 
 
 class BlockKernel(Protocol):

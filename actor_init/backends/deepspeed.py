@@ -23,8 +23,8 @@ from transformers import PreTrainedModel
 from actor_init.action_log_probs import action_log_probs
 from actor_init.adapters import list_trained_parameters
 from actor_init.attention.kernel_choice import choose_kernel
-from actor_init.attention.ring import check_head_stride
 from actor_init.attention.ring_attention import check_ring
+from actor_init.attention.ring_split import check_head_stride
 from actor_init.backends.deepspeed_autotp import (
     check_autotp,
     compute_norm_over_tp,

@@ -17,8 +17,8 @@ from transformers import PreTrainedModel
 
 from actor_init.action_log_probs import action_log_probs
 from actor_init.attention.kernel_choice import choose_kernel
-from actor_init.attention.ring import check_head_stride
 from actor_init.attention.ring_attention import check_ring
+from actor_init.attention.ring_split import check_head_stride
 from actor_init.backends.fsdp2_one_rank import spare_one_rank
 from actor_init.backends.torch_backend import TorchBackend
 from actor_init.compiling import compile_blocks

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from actor_init.attention.ring import sum_over_ring
+from actor_init.attention.ring_split import sum_over_ring
 from capture.facts import Setting
 from capture.file_format.micro_batch import CaptureError, MicroBatch
 

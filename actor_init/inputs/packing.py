@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from actor_init.attention.ring import RingSlice
+from actor_init.attention.ring_split import RingSlice
 from actor_init.inputs.documents import Documents, KeptLogits, find_documents
 from actor_init.model_form import DocumentBorders, HeadForm, Layout
 from capture.facts import Setting

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from actor_init.action_log_probs import action_log_probs
-from actor_init.attention.ring import make_ring_slice, may_zigzag
 from actor_init.attention.ring_attention import IsolatingSlice
+from actor_init.attention.ring_split import make_ring_slice, may_zigzag
 from actor_init.declarations.attention import find_attention_form
 from actor_init.inputs.packing import arrange, prepare_inputs, slice_for_ring
 from actor_init.model_form import Layout

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from actor_init.attention.cudnn import refuse_padding_between_tokens
 from actor_init.attention.kernel_choice import choose_kernel
-from actor_init.attention.ring import make_ring_slice, may_zigzag
+from actor_init.attention.ring_split import make_ring_slice, may_zigzag
 from actor_init.backends.protocol import Backend
 from actor_init.declarations.attention import find_attention_form
 from actor_init.inputs.packing import ActorInputs, arrange, pad_to, prepare_inputs, slice_for_ring

@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
 from actor_init.action_log_probs import action_log_probs
-from actor_init.attention.ring import make_ring_slice, may_zigzag
+from actor_init.attention.ring_split import make_ring_slice, may_zigzag
 from actor_init.inputs.packing import arrange, prepare_inputs, slice_for_ring
 from actor_init.model_form import Layout
 from capture.file_format.micro_batch import MicroBatch, Origin

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ParallelStyle, RowwiseParallel, SequenceParallel
 from torch.func import functional_call
 
-from actor_init.attention.ring import RingSlice
+from actor_init.attention.ring_split import RingSlice
 from actor_init.inputs.packing import ActorInputs, prepare_inputs, slice_for_ring
 from actor_init.parallel.split_linear import SplitRows
 from actor_init.world import World
@@ -157,7 +157,9 @@ def positions_from_zero(world: World) -> Iterator[None]:
 @contextmanager
 def ring_averaged(world: World) -> Iterator[None]:
     """Gradients are averaged over the ring, as over data ranks, and not summed."""
-    with patch("actor_init.attention.ring._SumOverRing.backward", staticmethod(lambda ctx, gradient: (gradient, None))):
+    with patch(
+        "actor_init.attention.ring_split._SumOverRing.backward", staticmethod(lambda ctx, gradient: (gradient, None))
+    ):
         yield
 
 

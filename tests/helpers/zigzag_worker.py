@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from actor_init.attention.ring import make_ring_slice
+from actor_init.attention.ring_split import make_ring_slice
 from actor_init.attention.zigzag import zigzag_attention
 
 H, K, D = 6, 2, 5

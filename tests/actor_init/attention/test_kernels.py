@@ -16,8 +16,8 @@ from actor_init.attention import cudnn, kernel_choice, kernels
 from actor_init.attention.cudnn import cudnn_dense, cudnn_packed, cudnn_padded, refuse_padding_between_tokens
 from actor_init.attention.kernel_choice import choose_default_kernel, choose_kernel, choose_kernel_on_all_ranks
 from actor_init.attention.kernels import flash_attn_varlen
-from actor_init.attention.ring import RingSlice
 from actor_init.attention.ring_attention import ring_flash_attn
+from actor_init.attention.ring_split import RingSlice
 from actor_init.compiling import count_graphs
 from actor_init.declarations.attention import KERNELS, find_attention_form
 from actor_init.spec import ActorSpec, Attention, Dtype, ParallelSpec, UsageError

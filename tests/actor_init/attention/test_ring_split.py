@@ -11,8 +11,8 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from actor_init.attention import kernels
-from actor_init.attention.ring import RingSlice, check_head_stride, make_ring_slice, may_zigzag
 from actor_init.attention.ring_attention import _compute_llama3_mask, _compute_zigzag_mask
+from actor_init.attention.ring_split import RingSlice, check_head_stride, make_ring_slice, may_zigzag
 from actor_init.inputs.packing import pad_to, prepare_inputs, slice_for_ring
 from actor_init.spec import ActorSpec, Attention, ParallelSpec, UsageError
 from capture.file_format.capture_file import read_micro_batch
