@@ -80,3 +80,11 @@ def test_a_gradient_that_is_zero_in_the_job_alone_is_named(
 
 def test_a_wrong_forward_alone_is_no_missing_gradient() -> None:
     assert find_missing_gradient(make_forward_evidence(LOSS)) is None
+
+
+def test_all_parameters_beside_the_head_are_counted_as_the_module_named_model_may_be_taken_for_the_whole() -> None:
+    gradients = {**draw_gradients(), "lm_head.weight": draw_gradients(1)[NAMES[0]]}
+    window = make_window([{"lm_head.weight": gradients["lm_head.weight"]}], gradients, without=NAMES)
+    cause = find_missing_gradient(make_gradient_evidence(window, names=(MISSING_GRADIENT,)))
+    assert cause is not None
+    assert "without a gradient for 7 of 8 trained parameters, all of those of model, since the job's" in cause.sentence

@@ -28,6 +28,7 @@ from replay.verdict.findings import FindingStatus, make_finding
 from replay.verdict.model_facts import OTHER_TEXT, ModelDifference, ModelDifferenceKind
 from replay.verdict.outcomes import Outcome
 from replay.verdict.pass_values import NOTED_LOSS
+from replay.verdict.token_traits import TokenTraits
 from tests.replay.verdict.causes.made_evidence import (
     draw_gradients,
     make_forward_evidence,
@@ -55,6 +56,19 @@ def test_one_setting_that_is_computed_with_is_the_cause() -> None:
 def test_a_hook_may_only_look_so_it_probably_is_the_cause() -> None:
     cause = find_causes(make_forward_evidence(LOSS, TOKENS, model_differences=[HOOK]))[0]
     assert (cause.name, cause.sureness) == (CauseName.MODEL_CODE, Sureness.PROBABLY)
+
+
+def test_labels_that_are_the_tokens_themselves_are_the_cause_of_a_gradient_alone() -> None:
+    gradients = draw_gradients()
+    [compared] = make_window([draw_gradients(1)], gradients)
+    traits = TokenTraits(rows=(), has_mask=True, largest_id=9, has_shifted_labels=True, label_offset=0)
+    for offset, name in ((0, CauseName.OTHER_TOKENS), (1, CauseName.GRADIENTS_CHANGED)):
+        tokens = replace(traits, label_offset=offset)
+        window = [replace(compared, recorded=replace(compared.recorded, trains=True, tokens=tokens))]
+        cause = find_unstated_difference(make_gradient_evidence(window))
+        assert cause is not None
+        assert cause.name is name
+        assert ("nothing that was recorded says why" in cause.sentence) is bool(offset)
 
 
 def test_of_two_differences_neither_is_sure() -> None:
