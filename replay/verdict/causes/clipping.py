@@ -113,6 +113,7 @@ def name_early_clipping(factor: float, verdict: PassVerdict) -> Cause:
 def clips_under_scale(window: Sequence[ComparedPass]) -> bool:
     """Tell whether the gradient of this window was clipped as it was recorded: the factor of a loss scale is in it.
 
-    GradScaler scales losses of any dtype. What it takes out only in its step comes behind the clipping.
+    GradScaler scales losses of any dtype. What it takes out only in its step comes behind the clipping. A job that
+    clips to inf reads the norm, and clips nothing.
     """
-    return any(step.max_norm for step in list_steps(window))
+    return any(step.max_norm is not None and 0 < step.max_norm < math.inf for step in list_steps(window))

@@ -134,7 +134,12 @@ def test_another_norm_is_told_where_it_alone_is_wrong_first() -> None:
 
 @pytest.mark.parametrize(
     ("dtypes", "max_norm", "clips"),
-    [(["float16"], 1.0, True), (["float16"], None, False), (["bfloat16"], 1.0, True), (["float32"], None, False)],
+    [
+        (["float16"], 1.0, True),
+        (["float16"], None, False),
+        (["bfloat16"], 1.0, True),
+        (["float32"], float("inf"), False),
+    ],
 )
 def test_a_job_of_any_dtype_that_clips_may_clip_under_its_loss_scale(
     dtypes: Sequence[str], max_norm: float | None, clips: bool
