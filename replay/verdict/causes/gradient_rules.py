@@ -23,6 +23,7 @@ from replay.verdict.causes.factors import (
     may_come_of_reduction,
 )
 from replay.verdict.causes.model_rules import GRADIENT_KINDS, describe_model_difference
+from replay.verdict.causes.route_rules import find_gradient_without_router_loss
 from replay.verdict.causes.wrong_gradient import (
     GRADIENT_FINDINGS,
     SAME_RATIO,
@@ -253,6 +254,7 @@ def find_changed_gradients(evidence: CauseEvidence) -> Cause | None:
     # What the recording states of the model may explain it better.
     stated = [difference for difference in evidence.settings.model_differences if difference.kind in GRADIENT_KINDS]
     is_stated = bool(stated) or find_redrawn_masks(evidence) is not None
+    is_stated |= find_gradient_without_router_loss(evidence) is not None
     ordered = sorted(off, key=lambda name: off[name].difference or 0.0, reverse=True)
     return Cause(
         name=CauseName.GRADIENTS_CHANGED,

@@ -1,9 +1,11 @@
 """Tell what is wrong with the routers of a mixture of experts: whom they choose, and what their loss counts."""
 
+from replay.output.text import pluralise
 from replay.tolerances.job_bounds import GRAD_NORM, GRADIENT, LOSS
 from replay.verdict.causes.cause import Cause, CauseName, Sureness
 from replay.verdict.causes.evidence import CauseEvidence, CauseRule, name_time
 from replay.verdict.causes.model_rules import ALL_FINDINGS
+from replay.verdict.causes.wrong_gradient import GRADIENT_FINDINGS, find_wrong_gradient
 from replay.verdict.pass_values import ROUTER_LOSS_DOUBT
 from replay.verdict.route_findings import ROUTES, name_layer
 
@@ -37,7 +39,7 @@ def find_other_router_loss(evidence: CauseEvidence) -> Cause | None:
     """
     found = evidence.find_wrong(LOSS)
     if found is None or not evidence.is_forward_wrong:
-        return None
+        return find_gradient_without_router_loss(evidence)
     verdict, finding = found
     if finding.doubt is not None and finding.doubt.startswith(ROUTER_LOSS_DOUBT):
         why = finding.doubt.removeprefix(ROUTER_LOSS_DOUBT)
@@ -66,6 +68,38 @@ def find_other_router_loss(evidence: CauseEvidence) -> Cause | None:
     )
 
 
+def find_gradient_without_router_loss(evidence: CauseEvidence) -> Cause | None:
+    """Tell that the gradient is of a loss without the routers', which the model's own loss holds.
+
+    The routers' loss reaches routers, and what comes before the last one, and turns the gradient of a router most.
+    """
+    wrong = find_wrong_gradient(evidence)
+    if wrong is None or wrong.verdict is not evidence.first_wrong:
+        return None
+    parameters = wrong.gradient.parameters
+    off = [parameter for parameter in parameters.values() if not wrong.is_same(parameter)]
+    routers = tuple(
+        f"{flips.router}."
+        for compared in wrong.window
+        for flips in compared.replayed.flips
+        if compared.record.routes.router_loss
+    )
+    if not off or len(off) == len(parameters) or not routers:
+        return None
+    most = min(off, key=lambda parameter: 1.0 if parameter.cosine is None else parameter.cosine)
+    if not most.name.startswith(routers) or wrong.is_scaled(most):
+        return None
+    return Cause(
+        name=CauseName.ROUTER_LOSS,
+        sureness=Sureness.PROBABLY,
+        sentence="the job's gradient is of another routers' loss than the model's, or of none, "
+        f"{name_time(wrong.verdict)}: "
+        f"off in {pluralise(len(off), 'parameter')}, the farthest in {most.name}",
+        try_next="see whether the job's own loss adds the model's aux_loss, times the config's router_aux_loss_coef",
+        explains=GRADIENT_FINDINGS,
+    )
+
+
 RULES = (
     CauseRule(
         name=CauseName.ROUTES,
@@ -77,8 +111,9 @@ RULES = (
     CauseRule(
         name=CauseName.ROUTER_LOSS,
         find=find_other_router_loss,
-        means="the routers' loss counts more or less than its coefficient",
-        told_by="the loss, which alone is off, and the routers' loss by the model's own function",
+        means="the routers' loss counts more or less than its coefficient, or is left out",
+        told_by="the loss, which alone is off, and the routers' loss by the model's own function; or a router's "
+        "gradient, the farthest of those that are off",
         job="router-loss-doubled",
     ),
 )

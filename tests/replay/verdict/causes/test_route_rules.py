@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+from actor_init.routes import RouterFlips
 from replay.runlog.records import RoutesSection
 from replay.tolerances.job_bounds import LOSS, TOKENS
 from replay.verdict.causes.cause import CauseName, Sureness
@@ -11,7 +12,14 @@ from replay.verdict.causes.table import find_causes
 from replay.verdict.findings import make_finding
 from replay.verdict.pass_values import ROUTER_LOSS_DOUBT
 from replay.verdict.route_findings import ROUTES
-from tests.replay.verdict.causes.made_evidence import draw_gradients, make_forward_evidence, make_verdict, make_window
+from tests.replay.verdict.causes.made_evidence import (
+    draw_gradients,
+    make_forward_evidence,
+    make_gradient_evidence,
+    make_verdict,
+    make_window,
+    transpose_gradient,
+)
 
 
 def make_route_evidence(*others: str) -> CauseEvidence:
@@ -51,6 +59,40 @@ def test_a_loss_that_alone_is_wrong_tells_how_often_the_routers_count() -> None:
     assert cause is not None
     assert cause.name is CauseName.ROUTER_LOSS
     assert cause.sentence == "the routers' loss counts 3 times what its coefficient here gives, since pass 1"
+
+
+ROUTER = "model.layers.1.mlp.gate"
+
+
+def make_router_gradient_evidence(
+    *, router: str = ROUTER, off: str = ROUTER, term: float | None = 0.5
+) -> CauseEvidence:
+    """Evidence of a gradient of a router, among others, that points elsewhere in the job, and of its loss, if any."""
+    replay = draw_gradients() | {f"{ROUTER}.weight": draw_gradients(1)["model.embed_tokens.weight"]}
+    job = {name: transpose_gradient(values) if name.startswith(off) else values for name, values in replay.items()}
+    [compared] = make_window([job], replay)
+    record = replace(compared.record, routes=RoutesSection(router_loss=term))
+    replayed = replace(compared.replayed, flips=[RouterFlips(router=router, num_tokens=8, distances=())])
+    return make_gradient_evidence([replace(compared, record=record, replayed=replayed)])
+
+
+def test_a_router_s_gradient_that_is_farthest_off_probably_lacks_the_routers_loss() -> None:
+    [cause] = find_causes(make_router_gradient_evidence())
+    assert (cause.name, cause.sureness) == (CauseName.ROUTER_LOSS, Sureness.PROBABLY)
+    assert cause.sentence == (
+        "the job's gradient is of another routers' loss than the model's, or of none, since the job's step 1: off in 1 "
+        "parameter, the farthest in model.layers.1.mlp.gate.weight"
+    )
+
+
+def test_a_model_without_a_routers_loss_and_another_parameter_have_another_cause() -> None:
+    for evidence in (
+        make_router_gradient_evidence(term=None),
+        make_router_gradient_evidence(router="model.layers.0.mlp.gate"),
+        make_router_gradient_evidence(off="model.embed_tokens"),
+    ):
+        [cause] = find_causes(evidence)
+        assert cause.name is CauseName.GRADIENTS_CHANGED
 
 
 def test_without_a_routers_loss_or_with_wrong_tokens_it_is_another_cause() -> None:
