@@ -294,6 +294,25 @@ class Recorder:
         self._forward_hooks.remove()
         self._optimizer_hooks.remove()
         self._route_recorder.remove()
+        # After a failure nothing is written, and what makes snapshots may never have been made.
+        if self.failure is None:
+            self._queue_end()
+        self._writer.close(max_seconds=MAX_FLUSH_SECONDS)
+        self._observer.on_close()
+        if missing_ranks := self._find_missing_ranks():
+            ranks = f"rank{'s' * (len(missing_ranks) > 1)} {format_ranges(missing_ranks)}"
+            warn(
+                f"capture: {self.folder} has nothing of {ranks} of the job's {self.world_size}. Ranks of other hosts "
+                "have folders of their own; those of this one were started where no recording is opened"
+            )
+        if self.num_seen == 0 and self.failure is None:
+            warn(
+                "capture: the model was never called while it was recorded, so there are no files. Record what the job "
+                "calls: its wrapper if there is one; calls of model.forward(...) and model.compile() bypass the hooks"
+            )
+
+    def _queue_end(self) -> None:
+        """Queue what the recording's end tells, of a rank of several and where passes, steps or clippings lack."""
         # Whether a mask of pairs can be recorded shows in the writer's thread.
         may_lack = self._not_recorded or self._has_pair_masks
         window, phase = self._maker.window, self.position.phase
@@ -311,19 +330,6 @@ class Recorder:
                     unseen_after=self._unseen_after,
                     num_late_clippings=num_late_clippings,
                 )
-            )
-        self._writer.close(max_seconds=MAX_FLUSH_SECONDS)
-        self._observer.on_close()
-        if missing_ranks := self._find_missing_ranks():
-            ranks = f"rank{'s' * (len(missing_ranks) > 1)} {format_ranges(missing_ranks)}"
-            warn(
-                f"capture: {self.folder} has nothing of {ranks} of the job's {self.world_size}. Ranks of other hosts "
-                "have folders of their own; those of this one were started where no recording is opened"
-            )
-        if self.num_seen == 0 and self.failure is None:
-            warn(
-                "capture: the model was never called while it was recorded, so there are no files. Record what the job "
-                "calls: its wrapper if there is one; calls of model.forward(...) and model.compile() bypass the hooks"
             )
 
     def _find_missing_ranks(self) -> list[int]:

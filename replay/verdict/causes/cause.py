@@ -77,7 +77,7 @@ LOOP_CAUSES = frozenset(
 # What is no code of a layer, and settled once it is sure.
 SETTLED_CAUSES = frozenset(
     {
-        *(CauseName.TIED_WEIGHTS, CauseName.NO_GRADIENT, CauseName.FROZEN, CauseName.MODEL_CONFIG, CauseName.POSITIONS),
+        *(CauseName.TIED_WEIGHTS, CauseName.FROZEN, CauseName.MODEL_CONFIG, CauseName.POSITIONS),
         *(CauseName.MASK, CauseName.DOCUMENTS_MEET, CauseName.DROPOUT),
     }
 )

@@ -56,8 +56,8 @@ def test_a_selection_is_the_same(
         )
         assert [path.name for path in chosen.inputs] == [path.name for path in expected.inputs]
         assert chosen.inputs
-        assert replace(chosen, inputs=[]) == replace(
-            expected, inputs=[], num_left_out_passes=chosen.num_left_out_passes
+        assert replace(chosen, inputs=[], left_out=()) == replace(
+            expected, inputs=[], num_left_out_passes=chosen.num_left_out_passes, left_out=()
         )
 
 

@@ -71,7 +71,7 @@ def make_cause(name: CauseName, *explains: str) -> Cause:
         (["dropout masks"], [make_cause(CauseName.DROPOUT, "dropout masks")], [], False),
         (["optimizer state"], [], [], False),
         (["loss", "gradient norm"], [make_cause(CauseName.TIED_WEIGHTS, "loss", "gradient norm")], [], False),
-        (["gradient norm"], [make_cause(CauseName.NO_GRADIENT, "gradient norm")], [], False),
+        (["gradient norm"], [make_cause(CauseName.NO_GRADIENT, "gradient norm")], [], True),
         (["loss"], [replace(make_cause(CauseName.MASK, "loss"), sureness=Sureness.PROBABLY)], [], True),
     ],
 )
