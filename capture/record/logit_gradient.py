@@ -47,7 +47,9 @@ def watch_logits(
             targets = compute_targets(gradient_BSV, ids_BS)
             if (scale := find_loss_scale()) is not None:
                 targets[LOSS_GRADIENTS] = targets[LOSS_GRADIENTS] / scale.to(gradient_BSV.device, non_blocking=True)
-            targets[LOSS_GRADIENTS] = targets[LOSS_GRADIENTS] / read_engine_scale()
+            # Without an engine a division would cost every pass of every job one more operation on the device.
+            if (engine_scale := read_engine_scale()) != 1:
+                targets[LOSS_GRADIENTS] = targets[LOSS_GRADIENTS] / engine_scale
             on_gradient({**targets, LOSS_MISFIT: misfit})
         except Exception as error:
             on_error(error)

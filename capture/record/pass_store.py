@@ -70,9 +70,20 @@ class RecordingEnded:
         )
 
 
-def warn_of_pass(reason: str) -> None:
-    """Warn of the first training pass that is not recorded for a reason."""
-    warn(f"capture: a training pass is not recorded, {reason}. Others like it are counted only")
+class SkippedPasses:
+    """Counts passes that cannot be replayed from their arguments, and training passes among them by the reason."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.by_reason: Counter[str] = Counter()
+
+    def add(self, reason: str, *, trains: bool) -> None:
+        """Count a pass. There is a warning for the first training pass of each reason."""
+        self.count += 1
+        if trains:
+            if reason not in self.by_reason:
+                warn(f"capture: a training pass is not recorded, {reason}. Others like it are counted only")
+            self.by_reason[reason] += 1
 
 
 WriterItem = PassSnapshot | PassOutputs | PassNotes | StepPart | RecordingOpened | RecordingEnded | Callable[[], None]
@@ -85,8 +96,7 @@ class PassStore:
     num_not_kept   passes that a limit or the flight recorder left out, and written ones that made room for later ones
     num_held       passes that wait in memory to be written, or for an incident
     num_lost       passes that could not be written at the end
-    num_refused    passes that cannot be replayed from their arguments, as showed on the host alone
-    not_recorded   numbers of training passes among them, by the reason
+    skipped        passes that cannot be replayed from their arguments, as showed on the host alone
     rank_and_folder  the rank, and the folder of its files
     recording_id     of the recording; set before the first pass is queued
     """
@@ -101,8 +111,7 @@ class PassStore:
         observer: RecordingObserver,
     ) -> None:
         self.num_lost = 0
-        self.num_refused = 0
-        self.not_recorded: Counter[str] = Counter()
+        self.skipped = SkippedPasses()
         self.is_full = False
         self._folder = folder
         self._retention = retention
@@ -158,7 +167,7 @@ class PassStore:
             case RecordingEnded():
                 rank, rank_folder = self.rank_and_folder
                 end = item.make_record(rank, self.recording_id)
-                end = replace(end, not_recorded=dict(Counter(end.not_recorded) + self.not_recorded))
+                end = replace(end, not_recorded=dict(Counter(end.not_recorded) + self.skipped.by_reason))
                 if end.num_steps is not None:
                     end = replace(end, num_steps=self._count_taken(end.num_steps))
                 write_end_record(rank_folder, end, stamp=format_stamp(self._opened))
@@ -192,7 +201,7 @@ class PassStore:
         tensors = dict(snapshot.tensors)
         if snapshot.pair_mask is not None:
             if (documents := snapshot.pair_mask.describe_documents(tensors)) is None:
-                self._refuse(snapshot, WITH_MASK_OF_PAIRS)
+                self.skipped.add(WITH_MASK_OF_PAIRS, trains=snapshot.trains)
                 return
             tensors |= documents
         encoded = encode_call(
@@ -221,13 +230,6 @@ class PassStore:
             self._held_passes.append(encoded)
         else:
             self._write(encoded)
-
-    def _refuse(self, snapshot: PassSnapshot, reason: str) -> None:
-        self.num_refused += 1
-        if snapshot.trains:
-            if reason not in self.not_recorded:
-                warn_of_pass(reason)
-            self.not_recorded[reason] += 1
 
     def _write_model_facts(self, raw_facts: RawModelFacts) -> None:
         self._wait_for_copies(raw_facts.copy_events)

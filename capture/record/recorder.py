@@ -26,7 +26,7 @@ from capture.record.job_facts import is_in_process_group, prepare_folder, read_r
 from capture.record.logit_gradient import watch_logits
 from capture.record.observer import JobPosition, RecordingObserver, TrainingPhase
 from capture.record.optimizer_hooks import OptimizerHooks
-from capture.record.pass_store import PassStore, RecordingEnded, WriterItem, warn_of_pass
+from capture.record.pass_store import PassStore, RecordingEnded, SkippedPasses, WriterItem
 from capture.record.recording_id import choose_recording_id
 from capture.record.retention import PassSelector, RetentionSettings
 from capture.record.rng_and_outputs import (
@@ -127,9 +127,8 @@ class Recorder:
         self.folder = folder
         self.retention = retention
         self.num_seen = 0
-        self._num_skipped = 0
+        self._skipped = SkippedPasses()
         self.num_unseen_steps = 0
-        self._not_recorded: Counter[str] = Counter()
         self.rank, self.world_size = read_rank_and_world_size()
         self.position = JobPosition()
         self._observer = observer or RecordingObserver()
@@ -192,11 +191,11 @@ class Recorder:
 
     @property
     def num_skipped(self) -> int:
-        return self._num_skipped + self._store.num_refused
+        return self._skipped.count + self._store.skipped.count
 
     @property
     def not_recorded(self) -> Counter[str]:
-        return self._not_recorded + self._store.not_recorded
+        return self._skipped.by_reason + self._store.skipped.by_reason
 
     @property
     def num_dropped(self) -> int:
@@ -314,7 +313,7 @@ class Recorder:
     def _queue_end(self) -> None:
         """Queue what the recording's end tells, of a rank of several and where passes, steps or clippings lack."""
         # Whether a mask of pairs can be recorded shows in the writer's thread.
-        may_lack = self._not_recorded or self._has_pair_masks
+        may_lack = self._skipped.by_reason or self._has_pair_masks
         window, phase = self._maker.window, self.position.phase
         num_late_clippings = 0 if window is None else window.num_late_clippings
         if (self.world_size > 1 and self.num_seen) or may_lack or self.num_unseen_steps or num_late_clippings:
@@ -325,7 +324,7 @@ class Recorder:
                     world_size=self.world_size,
                     phase="after backward" if phase == "in backward" else phase,
                     opened=self.opened,
-                    not_recorded=dict(self._not_recorded),
+                    not_recorded=dict(self._skipped.by_reason),
                     num_unseen_steps=self.num_unseen_steps,
                     unseen_after=self._unseen_after,
                     num_late_clippings=num_late_clippings,
@@ -466,10 +465,7 @@ class Recorder:
             return
         snapshot = self._maker.make(args, kwargs, rank=rank, world_size=world_size, forward=forward, notes=notes)
         if isinstance(snapshot, str):
-            self._num_skipped += 1
-            if trains and snapshot not in self._not_recorded:
-                warn_of_pass(snapshot)
-            self._not_recorded.update([snapshot] if trains else [])
+            self._skipped.add(snapshot, trains=trains)
             return
         self._has_pair_masks |= snapshot.pair_mask is not None
         if self._writer.queue_pass(snapshot, snapshot.num_bytes):

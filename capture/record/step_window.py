@@ -229,20 +229,14 @@ class StepWindow:
             is_part_of_norm=is_part,
         )
 
-    def _note_late_clipping(self, ids: Container[int], limit: float | None) -> None:
+    def _note_late_clipping(self, ids: set[int], limit: float | None) -> None:
         """Count a step whose own gradients are clipped behind it, as where the loop has the two calls in a wrong order.
 
         Of several optimizers, the gradients of one may be clipped behind the step of another, and before its own.
         """
         if limit == math.inf or self._clipping is not None or self._clips_otherwise or self._has_late_clipping:
             return
-        stepped = [
-            parameter
-            for optimizer in self._stepped
-            for group in optimizer.param_groups
-            for parameter in group["params"]
-        ]
-        if any(id(parameter) in ids for parameter in stepped):
+        if any(ids & _collect_parameter_ids(optimizer) for optimizer in self._stepped):
             self._has_late_clipping = True
             self.num_late_clippings += 1
 
@@ -333,7 +327,7 @@ class StepWindow:
         """Describe what the optimizer steps on, with the gradients as they were before a clipping."""
         clipping = self._clipping if self._is_clipping_up_to_date else None
         if clipping is None:
-            ids = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+            ids = _collect_parameter_ids(optimizer)
             gradients, without_gradient = self._sampler.sample_gradients(ids, excluded=self._sampled_names)
             signatures = self._sign(ids)
             if isinstance(scale := vars(optimizer).get("grad_scale"), Tensor):
@@ -450,7 +444,7 @@ class StepWindow:
         """Find out whether the optimizer trains the model, and DeepSpeed's optimizer around it, if there is one."""
         relation = self._relations.get(optimizer)
         if relation is None:
-            ids = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+            ids = _collect_parameter_ids(optimizer)
             relation = self._sampler.has_any_of(ids), None
             if not relation[0] and (wrapper := find_engine_optimizer(self._sampler.model, optimizer)) is not None:
                 relation = True, weakref.ref(wrapper)
@@ -494,6 +488,10 @@ def read_optimizer_settings(optimizer: Optimizer) -> tuple[list[dict[str, Any]],
     for group in groups[_MAX_GROUPS:]:
         settings[-1]["num_parameters"] += len(group["params"])
     return settings, tensors
+
+
+def _collect_parameter_ids(optimizer: Optimizer) -> set[int]:
+    return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
 
 
 def _list_groups(optimizer: Optimizer) -> list[dict[str, Any]]:
