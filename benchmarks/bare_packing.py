@@ -9,8 +9,8 @@ but the first. Padded: sdpa, eager. Packed, on a GPU: flash attention, blocks an
 RMSNorm and SwiGLU. A third series, padded again, is the control.
 """
 
-import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from actor_init.spec import ParallelSpec
 from actor_init.world import World
 from benchmarks import bare
 from benchmarks.harness import Answers, Column, Contestant, Sample, alternate, make_parser, table
+from benchmarks.sides import time_pass
 from capture import capture_files, read_micro_batch
 
 Rows = tuple[Tensor, Tensor]  # token ids [rows, tokens], and which of them are real
@@ -100,22 +101,10 @@ def compute_loss(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def _block_of(run: Callable[[Rows], None], rows: list[Rows], device: torch.device) -> Contestant:
-    def wait() -> None:
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-
     def block(_: int) -> list[Sample]:
         if device.type == "cuda":
             torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats()
-        seconds = 0.0
-        for batch in rows:
-            wait()
-            began = time.perf_counter()
-            run(batch)
-            wait()
-            seconds += time.perf_counter() - began
-        peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else 0
-        return [{"speed": sum(int(is_real.sum()) for _, is_real in rows) / seconds, "peak": float(peak)}]
+        seconds, peaks = zip(*(time_pass(partial(run, batch), device) for batch in rows), strict=True)
+        return [{"speed": sum(int(is_real.sum()) for _, is_real in rows) / sum(seconds), "peak": float(max(peaks))}]
 
     return block

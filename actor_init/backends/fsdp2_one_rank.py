@@ -59,16 +59,16 @@ class OneRankReduceScatter:
 
 
 @cache
-def _join_without_list(device_type: str) -> None:
-    """Replace, in this process, the operation of FSDP2 that joins gradients. For several ranks it stays torch's own."""
-    # FSDP2 has no setting for it. torch keeps a registration as long as its library.
-    _libraries.append(library := torch.library.Library("fsdp", "IMPL"))
+def _join_without_list(device_type: str) -> torch.library.Library:
+    """Replace, in this process, the operation of FSDP2 that joins gradients. For several ranks it stays torch's own.
+
+    FSDP2 has no setting for it. torch keeps a registration as long as its library, which the cache holds.
+    """
+    library = torch.library.Library("fsdp", "IMPL")
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Warning only once for all operators")
         library.impl("chunk_cat", join_gradients, device_type.upper(), allow_override=True)
-
-
-_libraries: list[torch.library.Library] = []
+    return library
 
 
 def join_gradients(tensors: Sequence[Tensor], dim: int, num_chunks: int, out: Tensor) -> None:
