@@ -29,6 +29,7 @@ from replay.verdict.causes.wrong_gradient import (
     SAME_RATIO,
     WrongGradient,
     find_factor,
+    find_farthest,
     find_wrong_gradient,
     name_parameters,
 )
@@ -196,19 +197,19 @@ def find_scaled_gradients(evidence: CauseEvidence) -> Cause | None:
             else "look for what multiplies gradients: a hook, a loss scale that is left in, a division",
             explains=GRADIENT_FINDINGS,
         )
-    off = {name: parameter for name, parameter in parameters.items() if not wrong.is_same(parameter)}
-    factors = [find_factor(parameter) for parameter in off.values()]
-    known = [factor for factor in factors if factor]
-    if not off or len(known) < len(off) or len(off) == len(parameters):
+    off = wrong.list_off()
+    known = [factor for parameter in off if (factor := find_factor(parameter))]
+    if not off or len(known) < len(off):
         return None
-    if not all(wrong.is_scaled(parameter) for parameter in off.values()):
+    if not all(wrong.is_scaled(parameter) for parameter in off):
         return None
     if not all(math.isclose(factor, known[0], rel_tol=4 * SAME_RATIO[wrong.is_coarse]) for factor in known):
         return None
+    names = [parameter.name for parameter in off]
     return Cause(
         name=CauseName.GRADIENTS_SCALED,
-        sureness=Sureness.IS if wrong.is_sure(off.values(), is_off=True) else Sureness.PROBABLY,
-        sentence=f"the gradient of {name_parameters(list(off), list(parameters))} is {known[0]:.4g} times that of the "
+        sureness=Sureness.IS if wrong.is_sure(off, is_off=True) else Sureness.PROBABLY,
+        sentence=f"the gradient of {name_parameters(names, list(parameters))} is {known[0]:.4g} times that of the "
         f"loss, {name_time(wrong.verdict)}; the others are the loss's",
         try_next="look for what multiplies these gradients: a hook on these parameters or on their module",
         explains=GRADIENT_FINDINGS,
@@ -244,23 +245,22 @@ def find_changed_gradients(evidence: CauseEvidence) -> Cause | None:
     wrong = find_wrong_gradient(evidence)
     if wrong is None or find_scaled_gradients(evidence) is not None or find_ranks_own_gradients(evidence) is not None:
         return None
-    parameters = wrong.gradient.parameters
-    off = {name: parameter for name, parameter in parameters.items() if not wrong.is_same(parameter)}
-    if not off or len(off) == len(parameters):
+    if not (off := wrong.list_off()):
         return None
-    name, worst = min(off.items(), key=lambda pair: pair[1].cosine if pair[1].cosine is not None else 1.0)
+    worst = find_farthest(off)
     how = f"of {worst.ratio:.4g} times the length" if worst.ratio is not None else "of another length"
     cosine = "" if worst.cosine is None else f" and a cosine of {worst.cosine:.3g}"
-    # What the recording states of the model may explain it better.
+    # What the recording states of the model may explain it better, or another rule.
     stated = [difference for difference in evidence.settings.model_differences if difference.kind in GRADIENT_KINDS]
-    is_stated = bool(stated) or find_redrawn_masks(evidence) is not None
-    is_stated |= find_gradient_without_router_loss(evidence) is not None
-    ordered = sorted(off, key=lambda name: off[name].difference or 0.0, reverse=True)
+    others = (find_redrawn_masks, find_gradient_without_router_loss)
+    may_be_other = bool(stated) or any(find(evidence) is not None for find in others)
+    ordered = sorted(off, key=lambda parameter: parameter.difference or 0.0, reverse=True)
+    what = name_parameters([parameter.name for parameter in ordered], list(wrong.gradient.parameters))
     return Cause(
         name=CauseName.GRADIENTS_CHANGED,
-        sureness=Sureness.IS if wrong.is_sure(off.values(), is_off=True) and not is_stated else Sureness.PROBABLY,
-        sentence=f"the gradient of {name_parameters(ordered, list(parameters))} is not that of the loss, "
-        f"{name_time(wrong.verdict)}: that of {name} is {how}{cosine}; the others are the loss's",
+        sureness=Sureness.IS if wrong.is_sure(off, is_off=True) and not may_be_other else Sureness.PROBABLY,
+        sentence=f"the gradient of {what} is not that of the loss, {name_time(wrong.verdict)}: that of {worst.name} is "
+        f"{how}{cosine}; the others are the loss's",
         try_next=f"see whether it comes of this: {describe_model_difference(stated[0])}"
         if stated
         else "look for a hook on these parameters, or for an autograd function of the job's own on the way to them",

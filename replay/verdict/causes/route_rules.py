@@ -5,7 +5,7 @@ from replay.tolerances.job_bounds import GRAD_NORM, GRADIENT, LOSS
 from replay.verdict.causes.cause import Cause, CauseName, Sureness
 from replay.verdict.causes.evidence import CauseEvidence, CauseRule, name_time
 from replay.verdict.causes.model_rules import ALL_FINDINGS
-from replay.verdict.causes.wrong_gradient import GRADIENT_FINDINGS, find_wrong_gradient
+from replay.verdict.causes.wrong_gradient import GRADIENT_FINDINGS, find_farthest, find_wrong_gradient
 from replay.verdict.pass_values import ROUTER_LOSS_DOUBT
 from replay.verdict.route_findings import ROUTES, name_layer
 
@@ -76,25 +76,23 @@ def find_gradient_without_router_loss(evidence: CauseEvidence) -> Cause | None:
     wrong = find_wrong_gradient(evidence)
     if wrong is None or wrong.verdict is not evidence.first_wrong:
         return None
-    parameters = wrong.gradient.parameters
-    off = [parameter for parameter in parameters.values() if not wrong.is_same(parameter)]
+    off = wrong.list_off()
     routers = tuple(
         f"{flips.router}."
         for compared in wrong.window
         for flips in compared.replayed.flips
         if compared.record.routes.router_loss
     )
-    if not off or len(off) == len(parameters) or not routers:
+    if not off or not routers:
         return None
-    most = min(off, key=lambda parameter: 1.0 if parameter.cosine is None else parameter.cosine)
+    most = find_farthest(off)
     if not most.name.startswith(routers) or wrong.is_scaled(most):
         return None
     return Cause(
         name=CauseName.ROUTER_LOSS,
         sureness=Sureness.PROBABLY,
         sentence="the job's gradient is of another routers' loss than the model's, or of none, "
-        f"{name_time(wrong.verdict)}: "
-        f"off in {pluralise(len(off), 'parameter')}, the farthest in {most.name}",
+        f"{name_time(wrong.verdict)}: off in {pluralise(len(off), 'parameter')}, the farthest in {most.name}",
         try_next="see whether the job's own loss adds the model's aux_loss, times the config's router_aux_loss_coef",
         explains=GRADIENT_FINDINGS,
     )

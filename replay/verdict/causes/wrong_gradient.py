@@ -43,6 +43,11 @@ class WrongGradient:
         factor = find_factor(parameter)
         return factor is not None and abs(factor - 1) <= SAME_RATIO[self.is_coarse] and self.is_scaled(parameter)
 
+    def list_off(self) -> list[ComparedGradient]:
+        """List the parameters whose gradient is another one, while others have the replay's; none if no others have."""
+        off = [parameter for parameter in self.gradient.parameters.values() if not self.is_same(parameter)]
+        return off if len(off) < len(self.gradient.parameters) else []
+
     def is_sure(self, parameters: Iterable[ComparedGradient], factor: float = 1.0, *, is_off: bool) -> bool:
         """Tell whether these are surely off `factor` times the replay's gradient, or surely are that, each by itself.
 
@@ -65,6 +70,11 @@ def find_factor(parameter: ComparedGradient) -> float | None:
     if parameter.ratio is None:
         return None
     return -parameter.ratio if (parameter.cosine or 0.0) < 0 else parameter.ratio
+
+
+def find_farthest(parameters: Iterable[ComparedGradient]) -> ComparedGradient:
+    """Find the parameter whose gradient points farthest from the replay's."""
+    return min(parameters, key=lambda parameter: 1.0 if parameter.cosine is None else parameter.cosine)
 
 
 def find_wrong_gradient(evidence: CauseEvidence) -> WrongGradient | None:
