@@ -24,7 +24,7 @@ from actor_init.spec import ParallelSpec
 from actor_init.world import World
 from benchmarks import bare
 from benchmarks.harness import Answers, Column, Contestant, Sample, alternate, make_parser, table
-from benchmarks.sides import time_pass
+from benchmarks.sides import describe_parts, time_pass
 from capture import capture_files, read_micro_batch
 
 Rows = tuple[Tensor, Tensor]  # token ids [rows, tokens], and which of them are real
@@ -50,14 +50,19 @@ def main() -> int:
             (batch.sequences_BS.to(world.device) % config.vocab_size, batch.attention_mask_BS.bool().to(world.device))
             for batch in batches[: given.max_inputs]
         ]
-        sides: dict[str, Contestant] = {
-            name: _block_of(build(config, packs=packs, device=world.device), rows, world.device)
+        runs = {
+            name: build(config, packs=packs, device=world.device)
             for name, packs in (("padded", False), ("packed, compiled", True))
         }
+        sides: dict[str, Contestant] = {name: _block_of(run, rows, world.device) for name, run in runs.items()}
         sides["padded again"] = sides["padded"]
         answers = Answers(given, "bare_packing")
         figures = alternate(sides, answers, rounds=given.rounds)
-    print(f"{answers.machine}: {given.rounds} blocks a side\n\n{table('bare loop', figures, COLUMNS)}")
+        print(
+            f"{answers.machine}: {given.rounds} blocks a side\n\n{table('bare loop', figures, COLUMNS)}\n", flush=True
+        )
+        for name, run in runs.items():
+            print(describe_parts(f"first input, {name}", partial(run, rows[0]), world.device), flush=True)
     return 0
 
 

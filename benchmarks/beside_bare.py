@@ -83,5 +83,5 @@ def main() -> int:
             figures = alternate(series, answers, rounds=given.rounds, warmup=0)  # a block has its own
             print(f"{answers.machine}\n\n{table(what, figures, COLUMNS)}\n", flush=True)
             for side in sides:
-                print(describe_parts(side, world.device), flush=True)
+                print(describe_parts(side.name, side.run, world.device), flush=True)
     return 0

@@ -89,7 +89,7 @@ def main() -> int:
                 print(answers.machine)
                 _print(figures, arguments, ceiling)
             for side in (theirs, ours):
-                parts = describe_parts(side, world.device)
+                parts = describe_parts(side.name, side.run, world.device)
                 if world.rank == 0:
                     print(parts)
     return 0

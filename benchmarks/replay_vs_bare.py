@@ -20,7 +20,7 @@ from actor_init.backends.fsdp2 import FSDP2Backend
 from actor_init.spec import ParallelSpec
 from actor_init.world import World
 from benchmarks.harness import Answers, Column, Contestant, Sample, alternate, make_parser, table
-from benchmarks.side_by_side import opened
+from benchmarks.sides import open_replayer
 from capture.file_format.capture_file import read_micro_batch
 from capture.file_format.micro_batch import MicroBatch
 from replay.command_line.cli import parse_command_line
@@ -40,7 +40,7 @@ def main() -> int:
     # what the bare loop does
     spec = parse_command_line([*replay_arguments, "--packing", "--loss", "stand-in"]).args[0].spec
     with World.from_env(ParallelSpec()) as world:
-        replayer, paths = opened(spec, world, Path(tempfile.mkdtemp()))
+        replayer, paths = open_replayer(spec, world, Path(tempfile.mkdtemp()))
         batches = [read_micro_batch(path) for path in paths]
         losses: dict[int, float] = {}
 

@@ -5,10 +5,11 @@ are on the GPU, and a cache that another left behind would make each pass ask th
 """
 
 import gc
+import math
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import mkdtemp
@@ -18,10 +19,16 @@ from torch.profiler import ProfilerActivity, profile
 
 from actor_init.world import World
 from benchmarks.harness import Sample
-from benchmarks.side_by_side import opened
+from capture.file_format.capture_file import read_call
 from replay.options.spec import ReplaySpec
 from replay.profiling.profile_records import Interval, classify_work, divide_seconds
+from replay.resolution.resolve import choose_loss, resolve
+from replay.resolution.selection import select
 from replay.runlog.summary import find_peak_bytes
+from replay.runner.meter import Meter
+from replay.runner.replayer import ReopenableActor, Replayer
+from replay.verdict.weight_check import WeightChecker
+from replay.watch.progress import Tracker
 
 
 @dataclass(kw_only=True)
@@ -66,8 +73,21 @@ def _count_retries(device: torch.device) -> int:
     return int(torch.cuda.memory_stats().get("num_alloc_retries", 0)) if device.type == "cuda" else 0
 
 
+def open_replayer(spec: ReplaySpec, world: World, folder: Path) -> tuple[Replayer, Sequence[Path]]:
+    """Open what a replay with these options runs, and return it with its inputs."""
+    selection = select(spec.inputs, world.data_rank, world.num_data_ranks)
+    first_call = read_call(selection.inputs[0])
+    resolved = resolve(spec, selection, first_call, world, choose_loss(spec, selection, first_call), None)
+    source = resolved.source
+    actor = ReopenableActor(resolved.actor, source, world)
+    meter = Meter.for_device(world.device)
+    replayer = Replayer(resolved, world, actor, meter, Tracker(folder, world.rank), WeightChecker(source))
+    print(dict(actor.backend.facts()), source.head, file=sys.stderr)
+    return replayer, selection.inputs
+
+
 def open_replay(spec: ReplaySpec, world: World, name: str = "replay") -> Side:
-    replayer, (path,) = opened(spec, world, Path(mkdtemp()))
+    replayer, (path,) = open_replayer(spec, world, Path(mkdtemp()))
 
     def run() -> tuple[float, int]:
         replayed, error = replayer.replay(0, path)
@@ -93,18 +113,30 @@ def time_pass(run: Callable[[], object], device: torch.device) -> tuple[float, i
     return seconds, torch.cuda.max_memory_allocated() if device.type == "cuda" else 0
 
 
-def describe_parts(side: Side, device: torch.device) -> str:
-    """Name the side, and say in milliseconds what kinds of work one profiled pass takes on a GPU."""
+def describe_parts(name: str, run: Callable[[], object], device: torch.device) -> str:
+    """Say in milliseconds what kinds of work one profiled call takes on a GPU, and the longest gap between kernels."""
     if device.type != "cuda":
-        return f"{side.name}: no kernels on a CPU"
-    side.run()
+        return f"{name}: no kernels on a CPU"
+    run()
     with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as recorded:
-        side.run()
+        run()
+        torch.cuda.synchronize()
     kernels = [
         Interval(event.time_range.start / 1e6, event.time_range.end / 1e6, classify_work(event.name))
         for event in recorded.events() or []
         if event.device_type.name == "CUDA" and not getattr(event, "is_user_annotation", False)
     ]
-    seconds = divide_seconds(kernels, min(kernel.begin for kernel in kernels), max(kernel.end for kernel in kernels))
+    begin, end = min(kernel.begin for kernel in kernels), max(kernel.end for kernel in kernels)
+    seconds = divide_seconds(kernels, begin, end)
     parts = [f"{work.value} {1e3 * taken:.1f} ms" for work, taken in sorted(seconds.items(), key=lambda item: -item[1])]
-    return f"{side.name}: {', '.join(parts)}"
+    gap = find_longest_gap(kernels)
+    return f"{name}: {', '.join(parts)}; longest gap {1e3 * gap:.2f} ms, {gap / (end - begin):.1%} of the pass"
+
+
+def find_longest_gap(kernels: Iterable[Interval]) -> float:
+    """Return the seconds of the longest time in which none of these runs, between the first and the last of them."""
+    longest, busy_until = 0.0, math.inf
+    for kernel in sorted(kernels):
+        longest = max(longest, kernel.begin - busy_until)
+        busy_until = kernel.end if busy_until == math.inf else max(busy_until, kernel.end)
+    return longest
