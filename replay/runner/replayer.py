@@ -353,8 +353,8 @@ class Replayer:
             draws=generator_observer.draws,
             # `has_job_layout` syncs with the device, so it is called only if dropout drew masks.
             has_job_layout=generator_observer.has_drawn and has_job_layout(inputs, batch, self.spec.actor.parallel),
-            flips=outcome.flips,
-            has_job_routes=self._routing.has_job_routes(outcome.flips),
+            router_flips=outcome.router_flips,
+            has_job_routes=self._routing.has_job_routes(outcome.router_flips),
             stepped=weights_after_steps,
         )
         if self.details_folder is not None:
@@ -376,7 +376,7 @@ class Replayer:
                 result=replace(
                     _describe_result(outcome, inputs), num_steps=num_steps, has_stepped=self.step_replayer.has_stepped
                 ),
-                routes=self._routing.describe(outcome.flips, outcome.router_loss),
+                routes=self._routing.describe(outcome.router_flips, outcome.router_loss),
             )
         )
         if self.trace:

@@ -51,7 +51,7 @@ WAIT_PHASE = "wait"
 class WindowEnd(Enum):
     """What ends with a pass: no accumulation window, a whole one, or one that lacks a pass.
 
-    The gradient of a window that lacks a pass is none that the job had: it is cleared, and has no norm and no step.
+    The job never had the gradient of a window that lacks a pass, so it is cleared, with no norm and no step.
     """
 
     NONE = auto()
@@ -85,7 +85,8 @@ class PassInputs:
     window_factor        a further factor: the usual number of passes in a window, divided by the number in this one.
                          The backend divides by the usual number, whatever the window has
     window_end           whether an accumulation window ends with this pass, and whether it is whole
-    frozen               names of parameters that get no gradient in this window, as the job did not train them then
+    frozen               names of parameters that the job did not train in this window. The backward computes their
+                         gradients too; they are dropped after the last backward of a whole window
     step_timing          whether the optimizer steps, and when; NONE unless a whole window ends
     step_settings        settings of the optimizer in that step; None: as the spec says
     random_states        what the random generators are set to before the forward; empty: they are left as they are
@@ -117,17 +118,17 @@ class PassInputs:
 class PassOutcome:
     """What a pass computed, without its graph.
 
-    loss         with the routers' loss, and without `PassInputs.loss_weight`
-    grad_norm    of the window; None in a pass that does not end a whole one
-    flips        of each router that was compared with the job's: the tokens whose scores here choose other experts
-    router_loss  the routers' part of `loss`; None: it has none
+    loss          with the routers' loss, and without `PassInputs.loss_weight`
+    grad_norm     of the window; None in a pass that does not end a whole one
+    router_flips  of each router that was compared with the job's: the tokens whose scores here choose other experts
+    router_loss   the routers' part of `loss`; None: it has none
     """
 
     log_probs_BA: Tensor
     loss: Tensor
     grad_norm: float | None
     cost: CostSection
-    flips: Sequence[RouterFlips] = ()
+    router_flips: Sequence[RouterFlips] = ()
     router_loss: Tensor | None = None
 
 
@@ -356,11 +357,11 @@ def run_pass(
             notifier.before_phase(RankPhase.DEVICE_SYNC)
             cost = clock.stop()
             notifier.after_measurement()
-            flips = collect_flips(router_states)
+            router_flips = collect_flips(router_states)
 
             notifier.before_phase(RankPhase.WINDOW_END)
-            # A job never ends a window without a step, so the time of such an end says nothing. Neither that end nor a
-            # step that nobody asked for is measured.
+            # If the replay takes no step, its window's end (norm, clearing) has no counterpart in the job, so its time
+            # is not worth measuring. Neither is that of a step that nobody asked for.
             if inputs.window_end is WindowEnd.WHOLE and inputs.step_timing is not StepTiming.MEASURED:
                 steps = inputs.step_timing is StepTiming.UNMEASURED
                 grad_norm = backend.end_window(step=steps, settings=inputs.step_settings)
@@ -371,7 +372,7 @@ def run_pass(
             loss=loss.detach(),
             grad_norm=grad_norm,
             cost=cost,
-            flips=flips,
+            router_flips=router_flips,
             router_loss=None if router_loss is None else router_loss.detach(),
         )
     finally:

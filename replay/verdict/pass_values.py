@@ -459,7 +459,7 @@ class ReplayedPass:
     draws             the random numbers that the forward drew
     has_job_layout    the model was fed the captured rows, each token in its place, on one rank; False where the forward
                       drew no random numbers
-    flips             of a mixture of experts, by router: the tokens whose scores here choose other experts than the job
+    router_flips      of a mixture of experts, by router: the tokens whose scores here choose other experts than the job
     has_job_routes    every token went to the job's experts
     stepped           the weights that the pass ran on, where the job sampled them; empty before the first step
     """
@@ -471,7 +471,7 @@ class ReplayedPass:
     state: StateElements = field(default_factory=dict)
     draws: RandomDraws | None = None
     has_job_layout: bool = False
-    flips: Sequence[RouterFlips] = ()
+    router_flips: Sequence[RouterFlips] = ()
     has_job_routes: bool = False
     stepped: Sequence[SteppedSample] = ()
 

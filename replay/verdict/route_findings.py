@@ -31,7 +31,7 @@ def compare_routes(
     if record.error is not None or not replayed.has_job_routes:
         return []
     tie = compute_tie_distance(list_dtypes(recorded, settings), settings.num_layers)
-    findings = [_judge_router(router_flips, tie) for router_flips in replayed.flips if router_flips.num_tokens]
+    findings = [_judge_router(router_flips, tie) for router_flips in replayed.router_flips if router_flips.num_tokens]
     differing = [finding for finding in findings if not finding.agrees]
     worst = max(findings, key=lambda finding: finding.share_of_bound, default=None)
     return differing[:1] or ([worst] if worst is not None else [])
@@ -60,10 +60,10 @@ def describe_flips(passes: Iterable[tuple[PassRecord, RecordedPass | None, Repla
     flips: dict[str, int] = {}
     num_tokens, has_job_routes = 0, True
     for record, recorded, replayed in passes:
-        if record.error is None and recorded is not None and recorded.weights.are_same and replayed.flips:
+        if record.error is None and recorded is not None and recorded.weights.are_same and replayed.router_flips:
             num_tokens += record.routes.routed_tokens
             has_job_routes &= replayed.has_job_routes
-            for router_flips in replayed.flips:
+            for router_flips in replayed.router_flips:
                 name = router_flips.router
                 flips[name] = flips.get(name, 0) + len(router_flips.distances)
     if not any(flips.values()):

@@ -80,7 +80,7 @@ def find_gradient_without_router_loss(evidence: CauseEvidence) -> Cause | None:
     routers = tuple(
         f"{flips.router}."
         for compared in wrong.window
-        for flips in compared.replayed.flips
+        for flips in compared.replayed.router_flips
         if compared.record.routes.router_loss
     )
     if not off or not routers:

@@ -38,7 +38,7 @@ def replayed_with(*distances: Sequence[float], has_job_routes: bool = True) -> R
         RouterFlips(router=f"model.layers.{layer}.mlp.gate", num_tokens=NUM_TOKENS, distances=own)
         for layer, own in enumerate(distances)
     ]
-    return ReplayedPass(flips=flips, has_job_routes=has_job_routes)
+    return ReplayedPass(router_flips=flips, has_job_routes=has_job_routes)
 
 
 def routed(num_flips: int, num_tokens: int) -> PassRecord:

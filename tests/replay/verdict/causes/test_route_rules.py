@@ -72,7 +72,7 @@ def make_router_gradient_evidence(
     job = {name: transpose_gradient(values) if name.startswith(off) else values for name, values in replay.items()}
     [compared] = make_window([job], replay)
     record = replace(compared.record, routes=RoutesSection(router_loss=term))
-    replayed = replace(compared.replayed, flips=[RouterFlips(router=router, num_tokens=8, distances=())])
+    replayed = replace(compared.replayed, router_flips=[RouterFlips(router=router, num_tokens=8, distances=())])
     return make_gradient_evidence([replace(compared, record=record, replayed=replayed)])
 
 
