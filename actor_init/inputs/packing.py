@@ -5,7 +5,7 @@ tokens that have a log-prob.
 """
 
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -245,16 +245,27 @@ def _read_next_labels(batch: MicroBatch) -> Tensor | None:
     return batch.shift_labels if batch.action_mask_BA is None else None
 
 
-def find_targets_equal_to_input_tokens(batch: MicroBatch) -> tuple[Tensor, int]:
-    """Find where the target is the row's own token [B, A], and the column of the row where A begins."""
+class TargetPlaces(NamedTuple):
+    """Where the targets of a micro-batch are the input tokens at their positions.
+
+    are_input_tokens_BA  False where a label is another token
+    first_column         the column of the rows [B, S] where A begins
+    """
+
+    are_input_tokens_BA: Tensor
+    first_column: int
+
+
+def find_targets_equal_to_input_tokens(batch: MicroBatch) -> TargetPlaces:
+    """Find where the target of a log-prob is the input token at its position."""
     ids_BS, num_tokens = batch.sequences_BS, batch.sequences_BS.shape[1]
     if (next_BS := _read_next_labels(batch)) is not None:
-        return F.pad(next_BS[:, :-1] == ids_BS[:, 1:], (0, 1)), 1
+        return TargetPlaces(F.pad(next_BS[:, :-1] == ids_BS[:, 1:], (0, 1)), 1)
     first = 1 if batch.action_mask_BA is None else num_tokens - batch.action_mask_BA.shape[1]
     is_own_BS = torch.ones_like(batch.attention_mask_BS)
     if batch.labels_BS is not None:
         is_own_BS = (batch.labels_BS == ids_BS) | (batch.labels_BS == IGNORED_LABEL)
-    return is_own_BS[:, first:], first
+    return TargetPlaces(is_own_BS[:, first:], first)
 
 
 def count_action_tokens(batch: MicroBatch) -> int:

@@ -26,10 +26,10 @@ ROUTER_LOGITS = "router_logits"
 class RouterLoss:
     """The loss of a model's routers.
 
-    coefficient       what its model multiplies it by
-    num_chosen        experts a token
-    logits_index      by module, which of its outputs are logits that the model takes
-    why_not_computed  why it cannot be computed here; None: it can
+    coefficient         what its model multiplies it by
+    num_chosen          experts a token
+    logits_index        by module, which of its outputs are logits that the model takes
+    why_not_computable  why it cannot be computed here; None: it can
     """
 
     function: Callable[..., Tensor]
@@ -37,11 +37,11 @@ class RouterLoss:
     num_experts: int
     num_chosen: int
     logits_index: Mapping[str, int]
-    why_not_computed: str | None = None
+    why_not_computable: str | None = None
 
     def without(self, why: str) -> Self:
         """Return the loss as one that cannot be computed, for this reason."""
-        return replace(self, why_not_computed=why)
+        return replace(self, why_not_computable=why)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -95,20 +95,20 @@ def _read_router_loss(
     if coefficient == 0:
         return None
     logits_index = dict(_list_recorded_routers(model))
-    why_not_computed = None
+    why_not_computable = None
     if not isinstance(coefficient, float | int) or not isinstance(num_experts, int) or not isinstance(num_chosen, int):
-        why_not_computed = "its coefficient, its number of experts or of those a token are not known"
+        why_not_computable = "its coefficient, its number of experts or of those a token are not known"
     elif "sqrt" in code.co_names:
-        why_not_computed = "the model computes it from products of keys"
+        why_not_computable = "the model computes it from products of keys"
     elif not logits_index:
-        why_not_computed = "which logits the model takes is not known"
+        why_not_computable = "which logits the model takes is not known"
     return RouterLoss(
         function=function,
         coefficient=float(coefficient or 0.0),
         num_experts=int(num_experts or 0),
         num_chosen=int(num_chosen or 0),
         logits_index=logits_index,
-        why_not_computed=why_not_computed,
+        why_not_computable=why_not_computable,
     )
 
 

@@ -30,7 +30,7 @@ from replay.runlog.run_file import RecordingRemark
 from replay.runner.header import format_config_differences
 from replay.verdict.causes.model_rules import COMPUTED_KINDS, describe_model_difference
 from replay.verdict.findings import VerdictSettings
-from replay.verdict.judge import PassPair
+from replay.verdict.judge import PassEvidence
 from replay.verdict.outcomes import Verdict
 
 # What transformers' Trainer writes into a checkpoint, with the steps that it had taken.
@@ -41,7 +41,7 @@ def list_notes(
     inputs: InputsSpec,
     selection: Selection,
     source: ModelSource,
-    passes: Sequence[PassPair],
+    passes: Sequence[PassEvidence],
     settings: VerdictSettings,
     verdict: Verdict,
     remarks: Pairs,
@@ -101,7 +101,7 @@ def list_notes(
     return [RecordingRemark(topic=remark.topic, text=remark.text, cause=remark.cause) for remark in found], notes
 
 
-def _read_ends(folder: Path, passes: Sequence[PassPair]) -> list[EndRecord]:
+def _read_ends(folder: Path, passes: Sequence[PassEvidence]) -> list[EndRecord]:
     """Read how the ranks of these passes' recording closed it; none where that cannot be read."""
     ids = {recorded.recording for _, recorded, _ in passes if recorded is not None}
     try:

@@ -136,10 +136,10 @@ class LogProbWeigher(PassObserver):
     pauses_clock_after: ClassVar[frozenset[RankPhase]] = frozenset({RankPhase.FORWARD})
 
     def __init__(self) -> None:
-        self.log_prob_coefficients = LogProbWeights()
+        self.log_prob_weights = LogProbWeights()
 
     def after_forward(self, log_probs_BA: Tensor, loss: Tensor) -> None:
-        self.log_prob_coefficients = measure_log_prob_weights(loss, log_probs_BA)
+        self.log_prob_weights = measure_log_prob_weights(loss, log_probs_BA)
 
 
 class GradientSampler(PassObserver):

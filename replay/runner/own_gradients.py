@@ -17,7 +17,7 @@ from replay.runner.rounding_floor import RunRepeater
 from replay.tolerances.job_bounds import GRADIENT_QUANTITIES
 from replay.verdict.causes.cause import Sureness
 from replay.verdict.gradient_mix import OwnGradient
-from replay.verdict.judge import PassPair
+from replay.verdict.judge import PassEvidence
 from replay.verdict.outcomes import Outcome, Verdict
 from replay.verdict.pass_values import WEIGHTING
 
@@ -25,7 +25,7 @@ from replay.verdict.pass_values import WEIGHTING
 MAX_PASSES = 16
 
 
-def find_window_to_take_apart(verdict: Verdict, passes: Sequence[PassPair]) -> list[int]:
+def find_window_to_take_apart(verdict: Verdict, passes: Sequence[PassEvidence]) -> list[int]:
     """Return the indices of the window whose gradient is the first wrong number; empty where that is not needed.
 
     It is not where a cause is sure already, or where the window is of one pass.
@@ -46,7 +46,7 @@ def find_window_to_take_apart(verdict: Verdict, passes: Sequence[PassPair]) -> l
 
 
 def measure_own_gradients(
-    repeater: RunRepeater, passes: Sequence[PassPair], verdict: Verdict
+    repeater: RunRepeater, passes: Sequence[PassEvidence], verdict: Verdict
 ) -> tuple[tuple[OwnGradient, ...], str | None]:
     """Replay each pass of the first wrong window alone and return its gradient; empty where that tells nothing.
 
@@ -62,7 +62,7 @@ def measure_own_gradients(
         return (), describe_error(error)
 
 
-def _measure_window(repeater: RunRepeater, passes: Sequence[PassPair], verdict: Verdict) -> tuple[OwnGradient, ...]:
+def _measure_window(repeater: RunRepeater, passes: Sequence[PassEvidence], verdict: Verdict) -> tuple[OwnGradient, ...]:
     indices = find_window_to_take_apart(verdict, passes)
     # Only a window before the replay's first step has the weights that the replay begins with.
     steps_before = repeater.spec.measure.steps and any(
@@ -95,7 +95,7 @@ def _make_single_pass_spec(spec: ResolvedReplay, world: World) -> ResolvedReplay
     return spec.derive_variant(world, why="each pass's gradient is measured alone", actor=actor, measure=measure)
 
 
-def _list_signatures(passes: Sequence[PassPair], indices: Sequence[int]) -> list[GradientSignature]:
+def _list_signatures(passes: Sequence[PassEvidence], indices: Sequence[int]) -> list[GradientSignature]:
     """List the signatures that any rank of the job recorded of the window's gradient, each place once."""
     by_place: dict[tuple[str, int], GradientSignature] = {}
     for record, recorded, _ in passes:
@@ -109,7 +109,7 @@ def _measure(
     repeater: RunRepeater,
     spec: ResolvedReplay,
     actor: ReopenableActor,
-    passes: Sequence[PassPair],
+    passes: Sequence[PassEvidence],
     signatures: Sequence[GradientSignature],
     index: int,
     data_rank: int,

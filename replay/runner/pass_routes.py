@@ -67,7 +67,7 @@ class PassRouting:
         """
         router_loss = self.find_router_loss(call)
         is_of_labels = not is_objective(self.loss) and (self.loss == LossName.SFT or batch.action_mask_BA is None)
-        if router_loss is not None and (router_loss.why_not_computed is not None or not is_of_labels):
+        if router_loss is not None and (router_loss.why_not_computable is not None or not is_of_labels):
             router_loss = None
         recorded = place_recorded_routes(
             call,

@@ -51,7 +51,7 @@ from replay.verdict.causes.trial import (
 )
 from replay.verdict.causes.trial_rules import LIKELY_GAIN
 from replay.verdict.findings import Finding, VerdictSettings, compare_pass
-from replay.verdict.judge import PassPair
+from replay.verdict.judge import PassEvidence
 from replay.verdict.model_facts import ModelDifferenceKind
 
 MAX_FORWARDS = 32
@@ -75,13 +75,13 @@ class PassTrials:
 
     repeater: RunRepeater
     settings: VerdictSettings
-    own_pass: PassPair
+    own_pass: PassEvidence
     call: Call
     batch: MicroBatch
     rows: CapturedRows
     targets: TargetRows
     evaluator: TrialEvaluator
-    others: Sequence[PassPair] = ()
+    others: Sequence[PassEvidence] = ()
     confirmed_by: list[int] = field(default_factory=list)
     unchanged: Sequence[Finding] = ()
     not_run: list[str] = field(default_factory=list)
@@ -93,9 +93,9 @@ class PassTrials:
     def open(
         cls,
         repeater: RunRepeater,
-        own_pass: PassPair,
+        own_pass: PassEvidence,
         settings: VerdictSettings,
-        others: Sequence[PassPair] = (),
+        others: Sequence[PassEvidence] = (),
     ) -> "PassTrials":
         """Read the capture of the pass. Raises what reading a capture raises."""
         spec = repeater.spec
@@ -226,7 +226,7 @@ class PassTrials:
         )
         return self._join({"rows as the job had them": trial})
 
-    def _has_other_numbers(self, log_probs_BA: Tensor, other: PassPair) -> bool:
+    def _has_other_numbers(self, log_probs_BA: Tensor, other: PassEvidence) -> bool:
         """Tell whether the pass with these log-probs has other numbers than `other`, on any rank."""
         return any(self._gather(self.evaluator.has_other_numbers(log_probs_BA, other)))
 

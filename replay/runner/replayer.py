@@ -64,13 +64,13 @@ from replay.runner.run_pass import (
 )
 from replay.runner.step_follower import StepFollower
 from replay.tracing.writer import TraceWriter
-from replay.verdict.judge import PassPair
+from replay.verdict.judge import PassEvidence
 from replay.verdict.pass_values import (
     RecordedPass,
     ReplayedPass,
+    doubt_loss_and_grad_norm,
     list_action_log_probs,
     list_modules_in_other_mode,
-    mark_losses_unreliable,
     read_recorded_log_probs,
     read_recorded_pass,
     read_token_positions,
@@ -125,14 +125,14 @@ class ReopenableActor:
 class Replayer:
     """Replay captures through an actor, one after another, and keep track of the accumulation window.
 
-    `replay` reads a capture, runs its pass and returns a `PassPair` and the error, if any. When each rank has the
+    `replay` reads a capture, runs its pass and returns a `PassEvidence` and the error, if any. When each rank has the
     records of all ranks of that pass, they may decide together to run it once more: `find_non_finite_in_latest_pass`
     searches it for its first NaN or infinity, and `time_second_run` measures it again. After a pass that failed,
     `reopen_after_failure` opens the actor again.
 
-    trace       writes sketches of what each layer computed; None: the run is not traced
+    trace       writes short random projections (sketches) of what each layer computed; None: the run is not traced
     rounds      one InputRound per pass index: the inputs that the data ranks replay at the same time; empty: unknown
-    log_folder  gets the run's details, log-probs of tokens and sketches of gradients, if it keeps them; None: none kept
+    log_folder  where a run that keeps details (token log-probs, gradient sketches) writes them; None: it keeps none
     """
 
     def __init__(
@@ -157,11 +157,11 @@ class Replayer:
         self.window = AccumulationWindow(usual_size=spec.actor.num_accumulated, rounds=rounds)
         self.details_folder = log_folder if spec.measure.keeps_details else None
         self.non_finite_search = NonFiniteSearch(spec=spec.actor, world=world, report_progress=tracker.report_progress)
-        self.step_replayer = StepFollower(spec=spec, world=world)
+        self.step_follower = StepFollower(spec=spec, world=world)
         # The number of inputs up to the latest pass that succeeded and left no window open.
         self.num_inputs_completed = 0
         self._clock = MeterClock(meter, world)
-        self._warmup_events = FirstUseObserver(world.device, spec.kernel)
+        self._first_uses = FirstUseObserver(world.device, spec.kernel)
         self._expected_times = ExpectedTimes()
         self._latest_inputs: PassInputs | None = None
         # A failed pass left something in the backend that would spoil later passes.
@@ -191,7 +191,7 @@ class Replayer:
                 self.trace.attach(self.reopenable_actor.backend)
             self._must_reopen = False
             self.window.reset_for_new_backend()
-            self.step_replayer.restart("a pass failed, and with it the weights of the steps were lost")
+            self.step_follower.restart("a pass failed, and with it the weights of the steps were lost")
 
     def find_non_finite_in_latest_pass(self, record: PassRecord) -> PassRecord:
         """Run the latest pass again to find its first tensor that is not finite.
@@ -201,7 +201,7 @@ class Replayer:
         """
         assert self._latest_inputs is not None
         self.tracker.enter_phase(RankPhase.SEARCHING_NON_FINITE)
-        has_stepped = self.step_replayer.has_stepped
+        has_stepped = self.step_follower.has_stepped
         tensor_name = self.non_finite_search.find_first(
             self.reopenable_actor.backend, self._latest_inputs, has_stepped=has_stepped
         )
@@ -230,7 +230,7 @@ class Replayer:
 
     def replay(
         self, index: int, path: Path, extra_observers: Sequence[PassObserver] = ()
-    ) -> tuple[PassPair, Exception | None]:
+    ) -> tuple[PassEvidence, Exception | None]:
         """Replay the capture in `path` as pass `index`.
 
         The capture is read and described in the record; what the job recorded of the pass is collected for the verdict;
@@ -250,7 +250,7 @@ class Replayer:
             warmup=index < self.spec.measure.warmup,
             traced=self.trace is not None,
         )
-        recorded: RecordedPass | None = None
+        recorded_pass: RecordedPass | None = None
         self._is_pass_counted = False
         self.tracker.begin_pass(index, path.name, place_in_window=self.window.num_passes)
         try:
@@ -258,41 +258,43 @@ class Replayer:
             batch = replace(captured_pass.micro_batch(), padding_predicts_label=self._padding_predicts_label)
             record = replace(record, input=_describe_input(batch))
             weight_comparison = self.weight_checker.check(captured_pass.weights)
-            recorded = read_recorded_pass(
+            recorded_pass = read_recorded_pass(
                 captured_pass, batch, self.spec.measure.loss, weight_comparison, self._bos_token_id
             )
             job_router_loss = self._routing.find_router_loss(captured_pass)
-            if job_router_loss is not None and job_router_loss.why_not_computed is not None:
-                recorded = mark_losses_unreliable(recorded, job_router_loss.why_not_computed)
+            if job_router_loss is not None and job_router_loss.why_not_computable is not None:
+                recorded_pass = doubt_loss_and_grad_norm(recorded_pass, job_router_loss.why_not_computable)
             self.tracker.set_shapes(batch.num_rows, batch.num_padded_tokens, batch.num_real_tokens)
             batch = select_loss_tokens(self.spec.measure.loss, add_model_positions(batch, self.model_source.config))
-            record, replayed = self._run_micro_batch(record, captured_pass, batch, extra_observers)
-            recorded, replayed = self._draw_counter.count(recorded, replayed, captured_pass.random)
-            return PassPair(record, recorded, replayed), None
+            record, replayed_pass = self._run_micro_batch(record, captured_pass, batch, extra_observers)
+            recorded_pass, replayed_pass = self._draw_counter.count(recorded_pass, replayed_pass, captured_pass.random)
+            return PassEvidence(record, recorded_pass, replayed_pass), None
         except SystemExit as error:
             # A user's code may leave with sys.exit: that fails the pass, and must not end the run without a report.
             exit_error = RuntimeError(f"sys.exit({error.code!r}) was called").with_traceback(error.__traceback__)
             failed = replace(record, error=str(exit_error), error_type="SystemExit")
-            return PassPair(self._count_failed_pass(failed), recorded, ReplayedPass()), exit_error
+            return PassEvidence(self._count_failed_pass(failed), recorded_pass, ReplayedPass()), exit_error
         except Exception as error:
             failed = replace(record, error=join_lines(format_error_with_flags(error)), error_type=type(error).__name__)
-            return PassPair(self._count_failed_pass(failed), recorded, ReplayedPass()), error
+            return PassEvidence(self._count_failed_pass(failed), recorded_pass, ReplayedPass()), error
 
     def _count_failed_pass(self, record: PassRecord) -> PassRecord:
         """Count a pass that failed as one of its window: the window ends where it would have ended without the failure.
 
-        Returns the record of the pass with its window, if it belongs to one. A pass that ran, and failed in what came
-        after it, belongs to one too: the window has counted it.
+        A pass whose `run_pass` succeeded but whose results could not be collected is already counted. Returns the
+        record of the pass with its window, if it belongs to one.
         """
         rounds, index = self.window.rounds, record.index
-        # Of a capture that cannot be read, the round of the pass tells whether the job trained on it.
-        trains = rounds[index].trains if record.input.trains is None and index < len(rounds) else record.input.trains
+        # If the capture could not be read, ask the round whether the job trained on it.
+        trains = record.input.trains
+        if trains is None and index < len(rounds):
+            trains = rounds[index].trains
         if not trains or not self.spec.measure.backward:
             return record
         if not self._is_pass_counted:
             leaves_stale_gradient = self.window.count_failed_pass(index)
             self._must_reopen |= leaves_stale_gradient
-            self.step_replayer.stop_replaying_steps("a pass of the step failed")
+            self.step_follower.stop_following_steps("a pass of the step failed")
         return replace(record, window=self.window.first_index)
 
     def _run_micro_batch(
@@ -306,7 +308,7 @@ class Replayer:
         written.
         """
         # Samples are neighbouring elements of a gradient; a signature is its norm and elements from all over it. The
-        # checker knows by which names this model has the parameters that the job's wrappers name otherwise.
+        # checker translates the job's parameter names, which its wrappers change, into this model's.
         gradients = captured_pass.step.gradients if captured_pass.step is not None else None
         gradient_samples = self.weight_checker.match_to_parameters(gradients.samples if gradients is not None else ())
         gradient_signatures = self.weight_checker.match_to_parameters(
@@ -314,11 +316,11 @@ class Replayer:
         )
         self.window.enter_pass(record.index, gradient_samples, gradient_signatures, self.reopenable_actor.backend)
         inputs = self._prepare_inputs(record.index, captured_pass, batch)
-        inputs = self.step_replayer.plan_step(inputs, record.index, self.reopenable_actor.backend)
+        inputs = self.step_follower.plan_step(inputs, record.index, self.reopenable_actor.backend)
         self._latest_inputs = inputs
         # Steps before this pass; the pass may take one more.
-        num_steps = self.step_replayer.num_steps
-        weights_after_steps = self.step_replayer.sample_weights(
+        num_steps = self.step_follower.num_steps
+        weights_before_pass = self.step_follower.sample_weights(
             self.reopenable_actor.backend, captured_pass.weights, self.weight_checker
         )
 
@@ -339,15 +341,15 @@ class Replayer:
             raise
         self.window.count_pass(runs_backward=inputs.runs_backward)
         self._is_pass_counted = True
-        cost = self.step_replayer.subtract_optimizer_state_bytes(outcome.cost)
-        self.step_replayer.note_pass(inputs, self.reopenable_actor.backend)
+        cost = self.step_follower.subtract_optimizer_state_bytes(outcome.cost)
+        self.step_follower.note_pass(inputs, self.reopenable_actor.backend)
 
         log_prob_weigher, gradient_sampler = run_observers.log_prob_weigher, run_observers.gradient
         token_log_probs, action_log_probs = self._collect_log_probs(outcome, inputs, captured_pass, batch)
-        replayed = ReplayedPass(
+        replayed_pass = ReplayedPass(
             token_log_probs=token_log_probs,
             action_log_probs=action_log_probs,
-            weights=log_prob_weigher.log_prob_coefficients if log_prob_weigher is not None else LogProbWeights(),
+            log_prob_weights=log_prob_weigher.log_prob_weights if log_prob_weigher is not None else LogProbWeights(),
             gradient=gradient_sampler.samples if gradient_sampler is not None else None,
             state=state_sampler.samples if state_sampler is not None else {},
             draws=generator_observer.draws,
@@ -355,7 +357,7 @@ class Replayer:
             has_job_layout=generator_observer.has_drawn and has_job_layout(inputs, batch, self.spec.actor.parallel),
             router_flips=outcome.router_flips,
             has_job_routes=self._routing.has_job_routes(outcome.router_flips),
-            stepped=weights_after_steps,
+            weights_before_pass=weights_before_pass,
         )
         if self.details_folder is not None:
             token_log_prob_file.write(
@@ -374,7 +376,7 @@ class Replayer:
                 input=replace(record.input, fed_tokens=fed_tokens),
                 cost=cost,
                 result=replace(
-                    _describe_result(outcome, inputs), num_steps=num_steps, has_stepped=self.step_replayer.has_stepped
+                    _describe_result(outcome, inputs), num_steps=num_steps, has_stepped=self.step_follower.has_stepped
                 ),
                 routes=self._routing.describe(outcome.router_flips, outcome.router_loss),
             )
@@ -383,7 +385,7 @@ class Replayer:
             self.trace.write_pass(record.index, record.source, num_columns=inputs.captured_row_length)
         if not self.window.is_open:
             self.num_inputs_completed = record.index + 1
-        return record, replayed
+        return record, replayed_pass
 
     def _choose_observers(self, index: int, inputs: PassInputs) -> RunObservers:
         """Return what this run looks at in one pass. The same on every rank."""
@@ -391,7 +393,7 @@ class Replayer:
         has_samples = ends_whole_window and self.window.has_gradient_samples(index)
         folder = self.details_folder if ends_whole_window else None
         return RunObservers(
-            first_uses=self._warmup_events,
+            first_uses=self._first_uses,
             compilation=CompilationCounter(),
             trace=TraceObserver(self.trace) if self.trace else None,
             position=PositionMarker(self.tracker),
@@ -461,12 +463,11 @@ class Replayer:
         return objective_data
 
     def _choose_loss_weight(self, index: int, objective_data: RecordedForObjective | None) -> float:
-        """Return the factor on the pass's loss. The backend divides by the window's passes times the data ranks."""
+        """Return the factor on the pass's loss, which the backend divides by window passes x data ranks."""
         num_window_passes = self.window.size * self.world.num_data_ranks
         if objective_data is not None:
             assert self._objective is not None
-            # The job divided sum losses by its world size, and mean losses by its world size times the passes, as the
-            # backend does.
+            # That is right for a mean loss. A loss whose passes add up was divided by the job's world size alone.
             return num_window_passes / objective_data.num_job_ranks if self._objective.sums_over_window else 1.0
         window_weights = self.spec.measure.window
         if num_window_passes == 1 or window_weights is WindowWeights.MEAN_OF_MEANS:
@@ -516,18 +517,16 @@ class Replayer:
     ) -> tuple[Sequence[float | None], Sequence[float | None]]:
         """Collect the log-probs of the positions that the job recorded, and, if needed, of all action tokens."""
         is_reversed = inputs.has_reversed_rows
-        # The job recorded the log-probs of some positions, of the tokens that stand in the rows. Where a label is the
-        # target, it may be another token than the one at its place.
-        target_equals_input_token_BA, first_action_column = find_targets_equal_to_input_tokens(
-            with_rows_reversed(batch) if is_reversed else batch
-        )
+        # The job's log-probs are of the input tokens. A label may differ from the input token at its position; those
+        # positions are left out.
+        targets = find_targets_equal_to_input_tokens(with_rows_reversed(batch) if is_reversed else batch)
         action_mask_BA = inputs.actor_inputs.action_mask_BA
         needs_all_action_tokens = self.details_folder is not None or _has_output_of_every_token(captured_pass)
         token_log_probs = sample_log_probs(
             outcome.log_probs_BA,
-            action_mask_BA & target_equals_input_token_BA.to(self.world.device),
+            action_mask_BA & targets.are_input_tokens_BA.to(self.world.device),
             read_token_positions(captured_pass, *batch.sequences_BS.shape),
-            first=first_action_column,
+            first=targets.first_column,
             is_reversed=is_reversed,
         )
         if not needs_all_action_tokens:
@@ -537,12 +536,12 @@ class Replayer:
 
 def _locate_tokens(captured_pass: Call, batch: MicroBatch) -> token_log_prob_file.TokenPlaces:
     """Return where the log-probs of a pass stand in its rows, and what the job recorded of the same tokens."""
-    target_equals_input_token_BA, first_column = find_targets_equal_to_input_tokens(batch)
-    is_own = target_equals_input_token_BA.tolist()
+    are_input_tokens_BA, first_column = find_targets_equal_to_input_tokens(batch)
+    are_input_tokens = are_input_tokens_BA.tolist()
     recorded = {
         (row, column): value
         for (row, column), value in read_recorded_log_probs(captured_pass, batch).items()
-        if column >= first_column and is_own[row][column - first_column]
+        if column >= first_column and are_input_tokens[row][column - first_column]
     }
     return token_log_prob_file.TokenPlaces(num_rows=batch.num_rows, first_column=first_column, recorded=recorded)
 

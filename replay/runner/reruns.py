@@ -31,7 +31,7 @@ from replay.runner.observers import AllocationHistoryMarker
 from replay.runner.out_of_memory import OutOfMemory, OutOfMemoryAnalysis
 from replay.runner.replayer import Replayer
 from replay.runner.run_pass import PassObserver
-from replay.verdict.judge import PassPair
+from replay.verdict.judge import PassEvidence
 from replay.watch.progress import RankPhase
 from replay.watch.watcher import Watch
 
@@ -178,7 +178,7 @@ class Reruns:
             self._stop_other_ranks(error, index)
         return MemoryPeak(index=index, source=source, ranks=self.world.gather(rank)), ""
 
-    def replay_first_time(self, index: int, path: Path) -> tuple[PassPair, Exception | None]:
+    def replay_first_time(self, index: int, path: Path) -> tuple[PassEvidence, Exception | None]:
         """Run a pass for the first time; on several ranks under --memory-snapshot with its allocation history."""
         if not self.spec.measure.memory_snapshot or self.world.world_size == 1:
             return self.replayer.replay(index, path)
@@ -191,11 +191,11 @@ class Reruns:
         self,
         index: int,
         source: str,
-        replay: Callable[[Sequence[PassObserver]], tuple[PassPair, Exception | None]],
+        replay: Callable[[Sequence[PassObserver]], tuple[PassEvidence, Exception | None]],
         *,
         is_rerun: bool,
         peak_before: int | None = None,
-    ) -> tuple[MemoryProfile | None, PassPair, Exception | None]:
+    ) -> tuple[MemoryProfile | None, PassEvidence, Exception | None]:
         """Call `replay` while allocations are recorded. A rank of several that ran out says what held its memory.
 
         replay       runs the pass under the observers that it is given
@@ -207,7 +207,7 @@ class Reruns:
         """
         from replay.profiling.peak_holders import find_peak_holders
 
-        results: list[tuple[PassPair, Exception | None]] = []
+        results: list[tuple[PassEvidence, Exception | None]] = []
         is_single_process = self.world.world_size == 1
         suffix = "pickle" if self.world.device.type == "cuda" else "json.gz"
         with ExitStack() as stack:
@@ -289,7 +289,9 @@ class Reruns:
             self.replayer.reopen_after_failure()
         return error is None
 
-    def _replay_again(self, index: int, observers: Sequence[PassObserver] = ()) -> tuple[PassPair, Exception | None]:
+    def _replay_again(
+        self, index: int, observers: Sequence[PassObserver] = ()
+    ) -> tuple[PassEvidence, Exception | None]:
         self.watch.tracker.enter_phase_after_passes(len(self.inputs), RankPhase.PROFILING)
         return self.replayer.replay(len(self.inputs), self.inputs[index], observers)
 

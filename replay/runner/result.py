@@ -37,7 +37,7 @@ from replay.runner.trials import run_trials
 from replay.tolerances.job_bounds import NoiseFloor
 from replay.verdict.causes.trial import TrialReport
 from replay.verdict.findings import VerdictSettings
-from replay.verdict.judge import JudgedRun, PassPair, judge, judge_without_causes
+from replay.verdict.judge import JudgedRun, PassEvidence, judge, judge_without_causes
 from replay.verdict.loss_remarks import describe_loss_weights
 from replay.verdict.model_facts import ModelDifference
 from replay.verdict.outcomes import Outcome, Verdict
@@ -231,7 +231,7 @@ def _find_reason_for_no_draws(spec: ResolvedReplay) -> str | None:
 
 def conclude(
     repeater: RunRepeater,
-    passes: Sequence[PassPair],
+    passes: Sequence[PassEvidence],
     settings: VerdictSettings,
     *,
     is_resumed: bool,
@@ -306,7 +306,7 @@ def conclude(
 
 
 def _measure_rounding(
-    repeater: RunRepeater, passes: Sequence[PassPair], settings: VerdictSettings
+    repeater: RunRepeater, passes: Sequence[PassEvidence], settings: VerdictSettings
 ) -> tuple[VerdictSettings, Verdict | None, Pairs]:
     """Return `settings` with the measured rounding floors, and the fp32 verdict if one was requested.
 
@@ -377,7 +377,7 @@ def _name_kernels(kernels: str) -> str:
     return "liger" if kernels.startswith("fused") else "model"
 
 
-def add_incidents(passes: Sequence[PassPair], folder: Path) -> Sequence[PassPair]:
+def add_incidents(passes: Sequence[PassEvidence], folder: Path) -> Sequence[PassEvidence]:
     """Name the incident of each pass of which the job recorded no number. The folder is read only if there is one."""
     if all(recorded is None or recorded.claims for _, recorded, _ in passes):
         return passes
@@ -394,13 +394,13 @@ def add_incidents(passes: Sequence[PassPair], folder: Path) -> Sequence[PassPair
         for name in incident.files
     }
     return [
-        PassPair(
+        PassEvidence(
             record,
             replace(recorded, incident=_describe_incident(incidents[record.source, recorded.forward_number])),
             replayed,
         )
         if recorded is not None and not recorded.claims and (record.source, recorded.forward_number) in incidents
-        else PassPair(record, recorded, replayed)
+        else PassEvidence(record, recorded, replayed)
         for record, recorded, replayed in passes
     ]
 

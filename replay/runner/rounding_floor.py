@@ -43,7 +43,7 @@ from replay.tolerances.job_bounds import (
 from replay.verdict.dropout_masks import drew_same_masks, may_drop_attention
 from replay.verdict.gradient_evidence import measure_signature_distances
 from replay.verdict.gradient_samples import compute_scale
-from replay.verdict.judge import PassPair
+from replay.verdict.judge import PassEvidence
 from replay.verdict.weight_check import WeightChecker
 from replay.watch.progress import Tracker
 
@@ -81,7 +81,7 @@ class RunRepeater:
     def has_dropout(self) -> bool:
         return bool(self.dropout)
 
-    def make_rounding_variant(self, passes: Sequence[PassPair]) -> ResolvedReplay:
+    def make_rounding_variant(self, passes: Sequence[PassEvidence]) -> ResolvedReplay:
         """Return the spec of the replay that the floor is measured by. All ranks must call this."""
         return make_rounding_variant(
             self.spec, passes, self.world, has_dropout=self.has_dropout, keeps_kernel=self.keeps_kernel
@@ -102,13 +102,13 @@ class RunRepeater:
     def keeps_kernel(self) -> bool:
         return self.why_kernel_must_stay is not None
 
-    def replay_inputs(self, spec: ResolvedReplay, num_passes: int) -> list[PassPair]:
+    def replay_inputs(self, spec: ResolvedReplay, num_passes: int) -> list[PassEvidence]:
         """Replay the first `num_passes` inputs of all ranks under `spec`. Raises what a pass raises."""
         actor = ReopenableActor(spec.actor, spec.source, self.world)
         meter = Meter.for_device(self.world.device)
         rounds = self.selection.rounds
         replayer = Replayer(spec, self.world, actor, meter, self.tracker, self.weight_checker, rounds=rounds)
-        passes: list[PassPair] = []
+        passes: list[PassEvidence] = []
         try:
             for index, path in enumerate(self.selection.inputs[:num_passes]):
                 own_pass, error = replayer.replay(index, path)
@@ -123,7 +123,7 @@ class RunRepeater:
 
 
 def make_rounding_variant(
-    spec: ResolvedReplay, passes: Sequence[PassPair], world: World, *, has_dropout: bool, keeps_kernel: bool
+    spec: ResolvedReplay, passes: Sequence[PassEvidence], world: World, *, has_dropout: bool, keeps_kernel: bool
 ) -> ResolvedReplay:
     """Return a spec that changes rounding only: another kernel, reversed rows, the job's dtype where it is coarser.
 
@@ -154,7 +154,7 @@ def make_rounding_variant(
     return spec.derive_variant(world, why="rounding alone is to be other", actor=actor, inputs=inputs, measure=measure)
 
 
-def _estimate_score_bytes(spec: ResolvedReplay, passes: Sequence[PassPair]) -> float:
+def _estimate_score_bytes(spec: ResolvedReplay, passes: Sequence[PassEvidence]) -> float:
     """Estimate what the eager kernel keeps of the largest pass for its backward: a score of each pair of tokens."""
     config = spec.source.config.get_text_config()
     num_heads = int(getattr(config, "num_attention_heads", None) or config.hidden_size)
@@ -190,9 +190,9 @@ def _keep_limits(
 
 def have_same_masks(
     spec: ResolvedReplay,
-    passes: Sequence[PassPair],
+    passes: Sequence[PassEvidence],
     variant: ResolvedReplay,
-    other_passes: Sequence[PassPair],
+    other_passes: Sequence[PassEvidence],
     dropout: Sequence[str],
 ) -> bool:
     """Tell whether a replay under `spec` and one under `variant` drew the same dropout masks, or none.
@@ -209,7 +209,7 @@ def have_same_masks(
     )
 
 
-def draws_masks(passes: Sequence[PassPair]) -> bool:
+def draws_masks(passes: Sequence[PassEvidence]) -> bool:
     """Tell whether the replay drew random numbers in one of these passes."""
     return any(replayed.draws is not None and replayed.draws.has_any for _, _, replayed in passes)
 
@@ -224,7 +224,7 @@ def count_passes_to_measure(spec: ResolvedReplay, num_inputs: int) -> int:
 
 
 def measure_floors(
-    repeater: RunRepeater, passes: Sequence[PassPair], folder: Path
+    repeater: RunRepeater, passes: Sequence[PassEvidence], folder: Path
 ) -> tuple[dict[str, NoiseFloor], int]:
     """Return the floors by quantity, read from `folder` if measured before, and how many passes ran for them.
 
@@ -252,7 +252,7 @@ def measure_floors(
 
 
 def measure_step_floors(
-    repeater: RunRepeater, passes: Sequence[PassPair]
+    repeater: RunRepeater, passes: Sequence[PassEvidence]
 ) -> tuple[dict[int, dict[str, NoiseFloor]], int]:
     """Return the floors by pass where the optimizer steps: how far apart two replays are after all earlier steps.
 
@@ -293,7 +293,7 @@ def measure_step_floors(
     return floors, num_passes
 
 
-def compute_floors(passes: Sequence[PassPair], other_passes: Sequence[PassPair]) -> dict[str, NoiseFloor]:
+def compute_floors(passes: Sequence[PassEvidence], other_passes: Sequence[PassEvidence]) -> dict[str, NoiseFloor]:
     """Return how far apart two replays of the same inputs are, by quantity.
 
     The passes are paired by index and rank. Each pair gives differences of its loss, of the mean log-prob of each row,
@@ -355,7 +355,7 @@ def make_fp32_variant(spec: ResolvedReplay, world: World) -> ResolvedReplay:
     return spec.derive_variant(world, why="--second-opinion", actor=actor, measure=measure)
 
 
-def is_floor_needed(repeater: RunRepeater, passes: Sequence[PassPair]) -> bool:
+def is_floor_needed(repeater: RunRepeater, passes: Sequence[PassEvidence]) -> bool:
     """Is there a value that a coarse dtype could hide a fault in, or whose rounding grows from step to step?"""
     spec = repeater.spec
     has_claims = any(recorded is not None and recorded.claims for _, recorded, _ in passes)
@@ -371,13 +371,13 @@ def is_floor_needed(repeater: RunRepeater, passes: Sequence[PassPair]) -> bool:
     return has_claims and (has_coarse_dtype(spec, passes) or has_steps) and is_repeatable and rounds_otherwise
 
 
-def has_coarse_dtype(spec: ResolvedReplay, passes: Sequence[PassPair]) -> bool:
+def has_coarse_dtype(spec: ResolvedReplay, passes: Sequence[PassEvidence]) -> bool:
     """Did the job or the replay compute in 16 bits? Then a floor narrows bounds, and else it only widens them."""
     dtypes = {dtype for _, recorded, _ in passes if recorded is not None for dtype in recorded.dtypes}
     return spec.actor.dtype in (Dtype.BF16, Dtype.FP16) or bool({"bfloat16", "float16"} & dtypes)
 
 
-def _digest_measurement(repeater: RunRepeater, passes: Sequence[PassPair]) -> str:
+def _digest_measurement(repeater: RunRepeater, passes: Sequence[PassEvidence]) -> str:
     world, spec = repeater.world, repeater.spec.to_spec()
     actors = [spec.actor, repeater.make_rounding_variant(passes).to_spec().actor]
     measurement = [

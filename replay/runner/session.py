@@ -36,7 +36,7 @@ from replay.runner.text import Console
 from replay.tracing.writer import TraceWriter
 from replay.verdict.causes.table import may_lie_in_layer
 from replay.verdict.findings import VerdictSettings
-from replay.verdict.judge import PassPair
+from replay.verdict.judge import PassEvidence
 from replay.verdict.outcomes import Outcome
 from replay.verdict.pass_values import list_modules_in_other_mode
 from replay.verdict.text import format_verdict
@@ -66,7 +66,7 @@ class ReplayedInputs:
     step_lines       what came of steps that nobody asked for, in lines of the summary
     """
 
-    passes: Sequence[PassPair]
+    passes: Sequence[PassEvidence]
     saved_lines: Pairs
     end_reason: BaseException | None
     reruns: RerunResults = field(default_factory=RerunResults)
@@ -172,7 +172,7 @@ class Session:
             self.selection.rounds,
             self.folder,
         )
-        passes: list[PassPair] = []
+        passes: list[PassEvidence] = []
         saved_lines: Pairs = []
         num_inputs = len(self.selection.inputs)
         first_index = replayer.num_inputs_completed = self.earlier.num_passes
@@ -212,7 +212,7 @@ class Session:
             end_reason=None,
             reruns=reruns,
             earlier_records=self.earlier.records,
-            step_lines=replayer.step_replayer.describe(),
+            step_lines=replayer.step_follower.describe(),
         )
 
     def _make_reruns(self, replayer: Replayer) -> Reruns:
@@ -229,7 +229,7 @@ class Session:
 
     def _replay_input(
         self, replayer: Replayer, index: int, path: Path, earlier_records: Sequence[PassRecord]
-    ) -> tuple[list[PassPair], Exception | None]:
+    ) -> tuple[list[PassEvidence], Exception | None]:
         """Replay one input on every rank. A pass that fails ends a run of several ranks.
 
         Each rank writes its record at once, so that it is in the log if another rank fails. Then all ranks look at all
@@ -246,7 +246,7 @@ class Session:
             self._make_reruns(replayer).print_out_of_memory([*earlier_records, own_pass.record])
             self.watch.stop_all(error)
         self.watch.tracker.enter_phase(RankPhase.GATHERING)
-        rank_passes: list[PassPair] = self.world.gather(own_pass)
+        rank_passes: list[PassEvidence] = self.world.gather(own_pass)
         if replayer.non_finite_search.is_needed([rank_pass.record for rank_pass in rank_passes]):
             own_pass = own_pass._replace(record=replayer.find_non_finite_in_latest_pass(own_pass.record))
             self.logbook.write_again(own_pass.record)

@@ -77,7 +77,7 @@ class StepFollower:
         settings = replace(settings, needs_finite=True)
         return replace(inputs, step_timing=StepTiming.UNMEASURED, step_settings=settings)
 
-    def stop_replaying_steps(self, why: str) -> None:
+    def stop_following_steps(self, why: str) -> None:
         """Follow no more of the job's steps."""
         self.why_stopped = self.why_stopped or why
 
@@ -98,7 +98,7 @@ class StepFollower:
     def restart(self, why: str) -> None:
         """Begin again: the actor was opened anew, with the weights that the run began with."""
         self.num_steps, self.has_stepped, self.state_bytes, self._first_num_steps = 0, False, 0, None
-        self.stop_replaying_steps(why)
+        self.stop_following_steps(why)
 
     @torch.no_grad()
     def sample_weights(

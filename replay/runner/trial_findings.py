@@ -12,7 +12,7 @@ from capture.file_format.capture_file import Call
 from capture.file_format.micro_batch import MicroBatch
 from replay.tolerances.job_bounds import LOG_PROBS, LOSS, TOKENS, measure_difference
 from replay.verdict.findings import Finding, VerdictSettings, compare_pass, list_dtypes
-from replay.verdict.judge import PassPair
+from replay.verdict.judge import PassEvidence
 from replay.verdict.pass_values import list_action_log_probs, read_token_positions, sample_log_probs
 
 
@@ -25,14 +25,14 @@ class TrialEvaluator:
     has_objective  the replay's loss is an objective, which a trial does not compute
     """
 
-    own_pass: PassPair
+    own_pass: PassEvidence
     settings: VerdictSettings
     call: Call
     batch: MicroBatch
     prepared: ActorInputs
     has_objective: bool
 
-    def evaluate(self, log_probs_BA: Tensor, loss: float | None = None) -> PassPair:
+    def evaluate(self, log_probs_BA: Tensor, loss: float | None = None) -> PassEvidence:
         """Return the pass as if the replay had computed these log-probs, and this loss; None: the replay's function."""
         record, recorded, replayed = self.own_pass
         prepared = self.prepared
@@ -54,7 +54,7 @@ class TrialEvaluator:
             if replayed.action_log_probs
             else (),
         )
-        return PassPair(replace(record, result=result), recorded, replayed)
+        return PassEvidence(replace(record, result=result), recorded, replayed)
 
     def find(
         self, log_probs_BA: Tensor, loss: float | None = None, settings: VerdictSettings | None = None
@@ -100,7 +100,7 @@ class TrialEvaluator:
         left = (suspects or set()) - acquitted
         return left.pop() if len(left) == 1 and acquitted else None
 
-    def has_other_numbers(self, log_probs_BA: Tensor, other: PassPair) -> bool:
+    def has_other_numbers(self, log_probs_BA: Tensor, other: PassEvidence) -> bool:
         """Tell whether the pass with these log-probs has other numbers than `other`, beyond what rounding explains."""
         record, recorded, replayed = self.evaluate(log_probs_BA)
         dtypes = [] if recorded is None else list_dtypes(recorded, self.settings)

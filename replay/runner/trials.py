@@ -17,14 +17,14 @@ from replay.verdict.causes.trial import (
     TrialReport,
 )
 from replay.verdict.findings import VerdictSettings
-from replay.verdict.judge import PassPair
+from replay.verdict.judge import PassEvidence
 from replay.verdict.outcomes import Outcome, Verdict
 
 # Further passes that decide where one loss may agree by chance.
 MAX_CONFIRMING = 3
 
 
-def find_pass_to_try(verdict: Verdict, passes: Sequence[PassPair], *, steps: bool) -> int | None:
+def find_pass_to_try(verdict: Verdict, passes: Sequence[PassEvidence], *, steps: bool) -> int | None:
     """Find the pass whose forward is the first wrong one; None where trials tell nothing.
 
     steps  the replay updates its weights, which are those that it began with before its first step alone
@@ -44,7 +44,7 @@ def find_pass_to_try(verdict: Verdict, passes: Sequence[PassPair], *, steps: boo
     return None if steps and has_stepped else first.index
 
 
-def may_have_other_weights(passes: Sequence[PassPair], index: int) -> bool:
+def may_have_other_weights(passes: Sequence[PassEvidence], index: int) -> bool:
     """Tell whether the job had stepped before pass `index`, and nothing shows that the replay has those weights."""
     steps_before = [
         recorded.num_steps_before
@@ -60,7 +60,9 @@ def may_have_other_weights(passes: Sequence[PassPair], index: int) -> bool:
     )
 
 
-def find_passes_to_confirm(verdict: Verdict, passes: Sequence[PassPair], index: int, *, steps: bool) -> Sequence[int]:
+def find_passes_to_confirm(
+    verdict: Verdict, passes: Sequence[PassEvidence], index: int, *, steps: bool
+) -> Sequence[int]:
     """Find further passes of the weights of pass `index` whose loss is wrong, too."""
     wrong = {
         judged.index
@@ -76,7 +78,7 @@ def find_passes_to_confirm(verdict: Verdict, passes: Sequence[PassPair], index: 
 
 
 def run_trials(
-    repeater: RunRepeater, passes: Sequence[PassPair], verdict: Verdict, settings: VerdictSettings
+    repeater: RunRepeater, passes: Sequence[PassEvidence], verdict: Verdict, settings: VerdictSettings
 ) -> TrialReport | None:
     """Run the first wrong forward again under hypotheses; None where that tells nothing.
 

@@ -394,7 +394,7 @@ def _compare_claim(
             doubt = f"the job's {claim.name} is of {sum(claim.num_tokens)} tokens, the replay's of {replay_tokens}"
         bound = settings.choose_bound(claim.name, dtypes, tokens, record.index)
         if claim.name == LOSS:
-            bound *= max(1.0, replayed.weights.size)
+            bound *= max(1.0, replayed.log_prob_weights.size)
         if claim.stored_as in ("bfloat16", "float16"):
             bound += roundoff(claim.stored_as)
         distance = measure_difference(job_value, replay_value)

@@ -75,12 +75,12 @@ from replay.verdict.pass_windows import group_into_windows
 from replay.verdict.route_findings import compare_routes
 
 
-class PassPair(NamedTuple):
-    """One pass on one rank, in the job and in the replay: what a verdict needs of it.
+class PassEvidence(NamedTuple):
+    """What a verdict judges one pass on one rank by.
 
-    record    the replay's record of the pass
+    record    what the replay's log holds of the pass
     recorded  what the job recorded of it; None where the capture could not be read
-    replayed  what the replay computed besides its record
+    replayed  what the replay computed of it that its log does not hold
     """
 
     record: PassRecord
@@ -120,12 +120,12 @@ class JudgedRun:
         )
 
 
-def judge(passes: Sequence[PassPair], settings: VerdictSettings) -> Verdict:
+def judge(passes: Sequence[PassEvidence], settings: VerdictSettings) -> Verdict:
     """Judge whether the replay reproduced the job, and find the causes that the passes alone tell."""
     return judge_without_causes(passes, settings).find_causes()
 
 
-def judge_without_causes(passes: Sequence[PassPair], settings: VerdictSettings) -> JudgedRun:
+def judge_without_causes(passes: Sequence[PassEvidence], settings: VerdictSettings) -> JudgedRun:
     """Judge whether the replay reproduced the job, from the passes of all ranks, in the order of pass and rank.
 
     A window is the passes, of all data ranks, that one optimizer step takes its gradient from. The plan:
@@ -208,7 +208,7 @@ def judge_without_causes(passes: Sequence[PassPair], settings: VerdictSettings) 
     return JudgedRun(verdict=verdict, evidence=evidence)
 
 
-def _compare_passes(passes: Sequence[PassPair], settings: VerdictSettings) -> list[ComparedPass]:
+def _compare_passes(passes: Sequence[PassEvidence], settings: VerdictSettings) -> list[ComparedPass]:
     """Compare the numbers of each pass whose capture could be read."""
     readable = [(record, recorded, replayed) for record, recorded, replayed in passes if recorded is not None]
     # A norm comes with the last pass of a window. So if this pass and the one before both have a norm, this pass is a

@@ -10,7 +10,7 @@ Which tokens a loss should be of, and what they should weigh, no number tells. S
 from collections.abc import Iterator, Sequence
 
 from replay.output.text import Pairs, pluralise
-from replay.verdict.judge import PassPair
+from replay.verdict.judge import PassEvidence
 from replay.verdict.pass_windows import count_job_ranks, group_into_windows, sum_loss_weights
 
 LABEL = "loss"
@@ -18,17 +18,17 @@ LABEL = "loss"
 MAX_ROUNDING = 0.01
 
 
-def describe_loss_weights(passes: Sequence[PassPair]) -> Pairs:
+def describe_loss_weights(passes: Sequence[PassEvidence]) -> Pairs:
     """Describe the loss of the first step; nothing of a loss that the replay computes by itself."""
-    replayed = [pair for pair in passes if _has_job_weights(pair) and pair.record.error is None]
+    replayed = [member for member in passes if _has_job_weights(member) and member.record.error is None]
     # A window that was cut short ends with no gradient's norm.
     windows = [window for window in group_into_windows(replayed) if window[-1].record.result.grad_norm is not None]
     if not windows:
         return []
     window = windows[0]
-    weights = [pair.replayed.weights for pair in window]
+    weights = [member.replayed.log_prob_weights for member in window]
     least, most = min(weight.least for weight in weights), max(weight.most for weight in weights)
-    num_targets = sum(pair.recorded.num_tokens for pair in window if pair.recorded is not None)
+    num_targets = sum(member.recorded.num_tokens for member in window if member.recorded is not None)
     text = f"in the first step {pluralise(num_targets, 'target')}, of the weights {least:.3g} to {most:.3g}"
     lines = [(LABEL, f"taken from the gradient of the job's logits, so not judged itself: {text}")]
     if broken := list(_list_not_finite(window)):
@@ -45,24 +45,24 @@ def describe_loss_weights(passes: Sequence[PassPair]) -> Pairs:
     return [*lines, ("note", f"{LABEL}: the weights add up to {total:.3g}, a mean's to 1{reason}")]
 
 
-def _list_not_finite(window: Sequence[PassPair]) -> Iterator[tuple[int, str]]:
+def _list_not_finite(window: Sequence[PassEvidence]) -> Iterator[tuple[int, str]]:
     """Yield of each pass whose gradient of the loss is not finite somewhere the number of places, and the first."""
-    for pair in window:
-        tokens = None if pair.recorded is None else pair.recorded.tokens
+    for member in window:
+        tokens = None if member.recorded is None else member.recorded.tokens
         if tokens is not None and tokens.first_not_finite is not None:
             row, position = tokens.first_not_finite
-            yield tokens.num_not_finite, f"pass {pair.record.index + 1}, row {row}, position {position}"
+            yield tokens.num_not_finite, f"pass {member.record.index + 1}, row {row}, position {position}"
 
 
-def _has_job_weights(pair: PassPair) -> bool:
-    return pair.recorded is not None and pair.recorded.has_job_weights_of_tokens
+def _has_job_weights(member: PassEvidence) -> bool:
+    return member.recorded is not None and member.recorded.has_job_weights_of_tokens
 
 
-def _list_reasons(window: Sequence[PassPair], num_targets: int) -> list[tuple[float, str]]:
+def _list_reasons(window: Sequence[PassEvidence], num_targets: int) -> list[tuple[float, str]]:
     """List what the weights may add up to, each with the mistake that makes it."""
     num_ranks = count_job_ranks(window)
     num_passes = len(window) // num_ranks
-    sections = [pair.record.input for pair in window]
+    sections = [member.record.input for member in window]
     num_padded = sum(section.padded_tokens for section in sections)
     num_real = sum(section.real_tokens for section in sections)
     num_predicted = num_padded - sum(section.rows for section in sections)

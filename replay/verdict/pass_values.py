@@ -413,7 +413,7 @@ def describe_mixed_recordings(passes: Sequence[tuple[PassRecord, RecordedPass]])
     )
 
 
-def mark_losses_unreliable(recorded: RecordedPass, why: str) -> RecordedPass:
+def doubt_loss_and_grad_norm(recorded: RecordedPass, why: str) -> RecordedPass:
     """Return `recorded`, its loss and gradient norm doubted since they hold a routers' loss that is not computed here.
 
     why  it is not
@@ -453,7 +453,7 @@ class ReplayedPass:
 
     token_log_probs   of the tokens that the job sampled; None for tokens that have no log-prob in the replay
     action_log_probs  [B, A] in one list, None where the action mask is off; empty where the job recorded none
-    weights           what the log-probs weigh in the loss
+    log_prob_weights  what the log-probs weigh in the loss
     gradient          None where the pass ends no window, or the job sampled no gradient
     state             what the optimizer held before the step that follows, at the elements that the job sampled
     draws             the random numbers that the forward drew
@@ -461,19 +461,19 @@ class ReplayedPass:
                       drew no random numbers
     router_flips      of a mixture of experts, by router: the tokens whose scores here choose other experts than the job
     has_job_routes    every token went to the job's experts
-    stepped           the weights that the pass ran on, where the job sampled them; empty before the first step
+    weights_before_pass  those that the pass ran on, where the job sampled them; empty before the first step
     """
 
     token_log_probs: Sequence[float | None] = ()
     action_log_probs: Sequence[float | None] = ()
-    weights: LogProbWeights = LogProbWeights()
+    log_prob_weights: LogProbWeights = LogProbWeights()
     gradient: GradientSamples | None = field(default=None)
     state: StateElements = field(default_factory=dict)
     draws: RandomDraws | None = None
     has_job_layout: bool = False
     router_flips: Sequence[RouterFlips] = ()
     has_job_routes: bool = False
-    stepped: Sequence[SteppedSample] = ()
+    weights_before_pass: Sequence[SteppedSample] = ()
 
 
 def list_action_log_probs(log_probs_BA: Tensor, has_BA: Tensor, *, is_reversed: bool) -> list[float | None]:

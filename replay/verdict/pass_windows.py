@@ -72,4 +72,4 @@ def sum_loss_weights(window: Sequence[HasWeights]) -> float:
 
     Each rank differentiates a loss of its own, and the gradients of the ranks are averaged.
     """
-    return math.fsum(member.replayed.weights.total for member in window) / count_job_ranks(window)
+    return math.fsum(member.replayed.log_prob_weights.total for member in window) / count_job_ranks(window)

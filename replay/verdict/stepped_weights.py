@@ -63,7 +63,7 @@ def compare_stepped_weights(
             sample
             for compared_pass in compared_passes
             if compared_pass.record.result.num_steps == number + 1 and _is_step_of_job(compared_pass, window)
-            for sample in compared_pass.replayed.stepped
+            for sample in compared_pass.replayed.weights_before_pass
         ]
         finding = _compare(samples, window, settings)
         if finding is not None:

@@ -13,7 +13,7 @@ from replay.output.text import Pairs, name_some, pluralise
 from replay.runlog.records import PassRecord
 from replay.tolerances.difference import relative_difference
 from replay.tolerances.job_bounds import LOSS
-from replay.verdict.judge import PassPair
+from replay.verdict.judge import PassEvidence
 from replay.verdict.optimizer_facts import find_facts_of_ranks
 from replay.verdict.outcomes import Outcome, PassVerdict, Verdict
 from replay.verdict.pass_values import MOVED, NEXT_TOKENS, RecordedPass, match_parameter_name
@@ -27,7 +27,7 @@ SAME_ON_RANKS = 1e-3
 UNEQUAL_NUMBERS = 0.05
 
 
-def list_training_remarks(passes: Sequence[PassPair], verdict: Verdict, *, is_whole: bool) -> Pairs:
+def list_training_remarks(passes: Sequence[PassEvidence], verdict: Verdict, *, is_whole: bool) -> Pairs:
     """List what the job's training lacks; nothing where the recording tells nothing of steps.
 
     is_whole  these are all passes of the recording, so that a step that is not among them was not seen
@@ -45,7 +45,7 @@ def list_training_remarks(passes: Sequence[PassPair], verdict: Verdict, *, is_wh
     ]
 
 
-def _check_optimizer_state(passes: Sequence[PassPair]) -> Pairs:
+def _check_optimizer_state(passes: Sequence[PassEvidence]) -> Pairs:
     """Say so where the optimizer's own count of steps is not that of the steps that were recorded."""
     steps_by_rank: dict[int | None, list[OptimizerStep]] = {}
     for _, recorded, _ in passes:
@@ -58,9 +58,9 @@ def _check_optimizer_state(passes: Sequence[PassPair]) -> Pairs:
     return [("optimizer", f"{facts[0].describe()}{others}")]
 
 
-def describe_weighting(passes: Sequence[PassPair]) -> Pairs:
+def describe_weighting(passes: Sequence[PassEvidence]) -> Pairs:
     """Say so where each pass weighed the same here, as in the job, though they have other numbers of tokens."""
-    ran = [pair for pair in passes if pair.recorded is not None and pair.record.error is None]
+    ran = [member for member in passes if member.recorded is not None and member.record.error is None]
     for window in group_into_windows(ran):
         numbers = [recorded.num_tokens for _, recorded, _ in window if recorded is not None]
         has_equal = len(window) > 1 and all(record.result.weight == 1 for record, _, _ in window)
@@ -76,12 +76,12 @@ def describe_weighting(passes: Sequence[PassPair]) -> Pairs:
     return []
 
 
-def _name_pass(record: PassRecord, window: Sequence[PassPair]) -> str:
+def _name_pass(record: PassRecord, window: Sequence[PassEvidence]) -> str:
     has_ranks = len({other.rank for other, _, _ in window}) > 1
     return f"pass {record.index + 1}" + (f" of rank {record.rank}" if has_ranks else "")
 
 
-def _compare_ranks(passes: Sequence[PassPair]) -> Pairs:
+def _compare_ranks(passes: Sequence[PassEvidence]) -> Pairs:
     """Say so where two ranks of the job that hold whole models had other weights, or other gradients, at one step."""
     whole = [
         recorded
@@ -100,7 +100,7 @@ def _compare_ranks(passes: Sequence[PassPair]) -> Pairs:
     return [("ranks", f"the job's ranks had different {what} step {step}: {text}") for step, what, text in by_step]
 
 
-def _compare_forwards_of_ranks(passes: Sequence[PassPair], judged_passes: Sequence[PassVerdict]) -> Pairs:
+def _compare_forwards_of_ranks(passes: Sequence[PassEvidence], judged_passes: Sequence[PassVerdict]) -> Pairs:
     """Say so where at the first wrong step every forward of some ranks is wrong, and none of the other ranks'."""
     verdicts = {(judged.index, judged.rank): judged for judged in judged_passes}
     is_wrong: dict[int, dict[int, set[bool]]] = {}

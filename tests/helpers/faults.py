@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from actor_init.inputs import packing
-from actor_init.inputs.packing import ActorInputs
+from actor_init.inputs.packing import ActorInputs, TargetPlaces
 from actor_init.model import build_on_meta
 from actor_init.parallel.split_linear import SplitColumns
 from actor_init.weights import OnProgress, RandomWeights
@@ -243,9 +243,9 @@ def another_rank_s_input(world: World) -> Iterator[None]:
         firsts[:] = everyones[:1]
         return firsts[0]
 
-    def all_own(batch: MicroBatch) -> tuple[Tensor, int]:
+    def all_own(batch: MicroBatch) -> TargetPlaces:
         is_own_BA = torch.ones_like(firsts[0].action_mask_BA, device="cpu")
-        return is_own_BA, batch.sequences_BS.shape[1] - is_own_BA.shape[1]
+        return TargetPlaces(is_own_BA, batch.sequences_BS.shape[1] - is_own_BA.shape[1])
 
     with _other_inputs(repeated), patch("replay.runner.replayer.find_targets_equal_to_input_tokens", all_own):
         yield

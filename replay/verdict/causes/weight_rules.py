@@ -168,7 +168,7 @@ def _find_average(evidence: CauseEvidence, verdict: PassVerdict) -> Cause | None
         (sample.name, sample.start): sample
         for compared in evidence.passes
         if compared.recorded.num_steps_before == number + 1 and compared.recorded.rank == window[0].recorded.rank
-        for sample in compared.replayed.stepped
+        for sample in compared.replayed.weights_before_pass
     }
     keys = [key for key in stepped if all(key in by_step[step] for step in range(number + 1))]
     columns = [[value for key in keys for value in by_step[step][key]] for step in range(number + 1)]
@@ -253,7 +253,7 @@ def _list_stepped(evidence: CauseEvidence, verdict: PassVerdict) -> list[Stepped
         sample
         for compared in evidence.passes
         if compared.record.result.num_steps == 1
-        for sample in compared.replayed.stepped
+        for sample in compared.replayed.weights_before_pass
     ]
 
 

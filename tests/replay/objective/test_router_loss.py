@@ -117,7 +117,7 @@ def test_the_term_is_what_the_model_adds(family: str) -> None:
     model = tiny_model(tiny_config(family, **{name: 0.3} if hasattr(config, name) else {})).eval()
     router_loss = find_router_loss(model)
     assert router_loss is not None
-    assert router_loss.why_not_computed is None
+    assert router_loss.why_not_computable is None
     ids_BS = torch.tensor([[3, 5, 9, 7, 4], [3, 3, 6, 0, 0]])
     mask_BS = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0]])
     with torch.no_grad(), steer_routers(model, PassRoutes(logits_index=router_loss.logits_index)) as states:

@@ -78,7 +78,7 @@ def test_a_pass_that_failed_after_it_ran_is_counted_once_and_has_its_window_too(
     replayer = SimpleNamespace(
         window=window,
         spec=SimpleNamespace(measure=SimpleNamespace(backward=True)),
-        step_replayer=SimpleNamespace(stop_replaying_steps=lambda why: None),
+        step_follower=SimpleNamespace(stop_following_steps=lambda why: None),
         _is_pass_counted=is_counted,
         _must_reopen=False,
     )

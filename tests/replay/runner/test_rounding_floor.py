@@ -22,7 +22,7 @@ from replay.runner.rounding_floor import (
     measure_step_floors,
 )
 from replay.tolerances.job_bounds import LOSS, TOKENS_RMS, NoiseFloor, name_signature_floor
-from replay.verdict.judge import PassPair
+from replay.verdict.judge import PassEvidence
 from replay.verdict.pass_values import ReplayedPass
 from tests.helpers.made_records import record
 from tests.trainers.common import make_batches, make_model
@@ -80,9 +80,9 @@ def test_at_most_four_passes_are_measured_or_one_window(window: int, inputs: int
     assert count_passes_to_measure(spec, inputs) == measured
 
 
-def make_pass(index: int, loss: float) -> PassPair:
+def make_pass(index: int, loss: float) -> PassEvidence:
     """A pass of one rank, each of which ends with a step."""
-    return PassPair(record(index, loss=loss, num_steps=index), None, ReplayedPass())
+    return PassEvidence(record(index, loss=loss, num_steps=index), None, ReplayedPass())
 
 
 def test_behind_the_measured_passes_a_floor_grows_as_the_number_of_steps(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,7 +149,9 @@ def test_scores_of_the_eager_kernel_are_computed_again_only_where_they_are_many(
 ) -> None:
     spec = make_resolved("cpu", attention=Attention.SDPA, packing=packs, gradient_checkpointing=typed)
     made = record(0)
-    passes = [PassPair(replace(made, input=replace(made.input, fed_tokens=fed_tokens, rows=2)), None, ReplayedPass())]
+    passes = [
+        PassEvidence(replace(made, input=replace(made.input, fed_tokens=fed_tokens, rows=2)), None, ReplayedPass())
+    ]
     variant = make_rounding_variant(spec, passes, cast(Any, None), has_dropout=False, keeps_kernel=False)
     assert variant.actor.attention == Attention.EAGER
     assert variant.actor.gradient_checkpointing is recomputes

@@ -19,7 +19,7 @@ from replay.runner.trials import find_pass_to_try, find_passes_to_confirm, may_h
 from replay.tolerances.job_bounds import GRADIENT, LOSS
 from replay.verdict.causes.cause import CauseName
 from replay.verdict.findings import VerdictSettings, make_finding
-from replay.verdict.judge import PassPair, judge
+from replay.verdict.judge import PassEvidence, judge
 from replay.verdict.outcomes import Outcome, PassVerdict, Verdict
 from replay.verdict.pass_values import RecordedPass, ReplayedPass, WeightComparison
 from tests.broken_jobs import faults
@@ -196,8 +196,8 @@ def make_verdict(*judged: tuple[int, str, int | None]) -> Verdict:
     )
 
 
-def make_passes(count: int) -> list[PassPair]:
-    return [PassPair(record(index, grad_norm=1.0), None, ReplayedPass()) for index in range(count)]
+def make_passes(count: int) -> list[PassEvidence]:
+    return [PassEvidence(record(index, grad_norm=1.0), None, ReplayedPass()) for index in range(count)]
 
 
 def test_the_first_wrong_forward_is_run_again() -> None:
@@ -250,10 +250,10 @@ def test_a_pass_behind_a_step_of_the_job_is_tried_only_on_weights_that_are_its_o
     doubted = replace(empty, num_steps_before=4, weights=replace(same, doubt="the job had an adapter"))
     still = replace(empty, num_steps_before=4)
     recordings = [empty, doubted, still]
-    passes = [PassPair(record(index), recorded, ReplayedPass()) for index, recorded in enumerate(recordings)]
+    passes = [PassEvidence(record(index), recorded, ReplayedPass()) for index, recorded in enumerate(recordings)]
 
     # The first pass may be doubted: the model folder is of its weights, as far as is known.
-    first = [PassPair(record(0), replace(doubted, num_steps_before=3), ReplayedPass())]
+    first = [PassEvidence(record(0), replace(doubted, num_steps_before=3), ReplayedPass())]
 
     assert [may_have_other_weights(passes, index) for index in range(3)] == [False, True, False]
     assert not may_have_other_weights(first, 0)

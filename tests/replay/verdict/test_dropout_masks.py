@@ -8,7 +8,7 @@ import pytest
 from replay.tolerances.job_bounds import GRAD_NORM, LOSS
 from replay.verdict.dropout_masks import MASKS, OTHER_MASKS, MaskStatus, compare_masks, drew_same_masks
 from replay.verdict.findings import FindingStatus, VerdictSettings
-from replay.verdict.judge import PassPair, judge
+from replay.verdict.judge import PassEvidence, judge
 from replay.verdict.outcomes import Outcome, Verdict
 from replay.verdict.pass_values import Claim, RecordedPass, ReplayedPass, WeightComparison
 from replay.verdict.random_draws import RandomDraws
@@ -59,7 +59,7 @@ def judge_pass(
 ) -> Verdict:
     """Judge a pass beside a replay's loss of 1.5 over 80 tokens, and a gradient norm of 4."""
     own = record(0, row_action_tokens=[30, 50], grad_norm=4.0, row_log_probs=[-30.0, -100.0], **values)
-    return judge([PassPair(own, recorded, replayed)], setting)
+    return judge([PassEvidence(own, recorded, replayed)], setting)
 
 
 def test_with_the_jobs_masks_a_number_that_is_off_differs_and_a_right_one_is_reproduced() -> None:

@@ -29,7 +29,7 @@ from replay.tolerances.job_bounds import (
     name_signature_floor,
 )
 from replay.verdict.findings import VerdictSettings, make_finding
-from replay.verdict.judge import PassPair, judge
+from replay.verdict.judge import PassEvidence, judge
 from replay.verdict.outcomes import Outcome, Verdict
 from replay.verdict.pass_values import Claim, DifferingElement, RecordedPass, ReplayedPass, WeightComparison
 from replay.verdict.text import format_verdict
@@ -344,7 +344,7 @@ def judge_passes(*passes: RecordedPass, setting: VerdictSettings = SETTING, **ch
     values = {"row_action_tokens": [30, 50], "grad_norm": 4.0, "row_log_probs": [-30.0, -100.0], **changes}
     return judge(
         [
-            PassPair(record(index, **values), recorded_pass, ReplayedPass())
+            PassEvidence(record(index, **values), recorded_pass, ReplayedPass())
             for index, recorded_pass in enumerate(passes)
         ],
         setting,
@@ -422,7 +422,7 @@ def test_a_model_with_dropout_differs_by_chance() -> None:
 def test_a_window_of_a_job_that_counted_no_steps_is_named_by_its_passes(norms: list[float | None], place: str) -> None:
     wrong_norm = Claim(name=GRAD_NORM, values=[8.0])
     passes = [
-        PassPair(
+        PassEvidence(
             record(index, grad_norm=norm, row_action_tokens=[30, 50], row_log_probs=[-30.0, -100.0]),
             make_recorded(RIGHT, *([] if norm is None else [wrong_norm]), forward=index),
             ReplayedPass(),
@@ -535,7 +535,9 @@ def test_ranks_of_a_sharded_job_put_their_samples_together() -> None:
 def test_peers_of_one_input_count_once_and_the_farthest_decides() -> None:
     recorded_pass = make_recorded(RIGHT)
     pair = [
-        PassPair(record(0, rank=rank, data_rank=0, loss=loss, row_action_tokens=[80]), recorded_pass, ReplayedPass())
+        PassEvidence(
+            record(0, rank=rank, data_rank=0, loss=loss, row_action_tokens=[80]), recorded_pass, ReplayedPass()
+        )
         for rank, loss in ((0, 1.5), (1, 1.6))
     ]
     verdict = judge(pair, SETTING)

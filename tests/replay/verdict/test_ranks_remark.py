@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from replay.verdict.findings import make_finding
-from replay.verdict.judge import PassPair
+from replay.verdict.judge import PassEvidence
 from replay.verdict.outcomes import Outcome
 from replay.verdict.pass_values import WeightComparison
 from replay.verdict.training_remarks import _compare_forwards_of_ranks, _compare_ranks, describe_weighting
@@ -21,7 +21,7 @@ def compare(*ranks: Mapping[str, Sequence[float]], compared: Sequence[str] = NAM
     """What is said of ranks that signed these gradients, given the parameters that were compared with this model's."""
     weights = WeightComparison(compared=tuple(compared))
     passes = [
-        PassPair(each.record, replace(each.recorded, weights=weights), each.replayed)
+        PassEvidence(each.record, replace(each.recorded, weights=weights), each.replayed)
         for each in make_window(ranks, SOUND)
     ]
     return [text for _, text in _compare_ranks(passes)]
@@ -47,16 +47,18 @@ def test_a_window_of_two_ranks_is_weighed_whole() -> None:
         for member, num_tokens in zip(make_window([SOUND] * 2, SOUND, index=index), counts, strict=True):
             record = replace(member.record, result=replace(member.record.result, grad_norm=grad_norm))
             recorded = replace(member.recorded, num_tokens=num_tokens)
-            passes.append(PassPair(record, recorded, member.replayed))
+            passes.append(PassEvidence(record, recorded, member.replayed))
     [(label, text)] = describe_weighting(passes)
     assert f"`{label}`" in (ROOT / "docs" / "verdict.md").read_text()
     assert label == "note"
     assert text.startswith("window: each pass weighs the same")
     assert "a token of pass 1 of rank 0 counts 4 times one of pass 2 of rank 1. Short micro-batches weigh more" in text
     nearly = [
-        PassPair(pair.record, replace(pair.recorded, num_tokens=pair.recorded.num_tokens // 40 + 29), pair.replayed)
-        for pair in passes
-        if pair.recorded is not None
+        PassEvidence(
+            member.record, replace(member.recorded, num_tokens=member.recorded.num_tokens // 40 + 29), member.replayed
+        )
+        for member in passes
+        if member.recorded is not None
     ]
     assert describe_weighting(nearly) == []
 
@@ -79,7 +81,7 @@ def test_ranks_of_which_each_forward_is_wrong_are_named(
     for (index, rank), is_right in outcomes.items():
         compared = make_window([SOUND] * 3, SOUND, index=index)[rank]
         recorded = replace(compared.recorded, num_steps_before=0)
-        passes.append(PassPair(compared.record, recorded, compared.replayed))
+        passes.append(PassEvidence(compared.record, recorded, compared.replayed))
         finding = make_finding("loss", 1.0, 1.0 if is_right else 2.0, difference=0.0 if is_right else 1.0, bound=1e-4)
         outcome = Outcome.REPRODUCED if is_right else Outcome.DIFFERS
         verdicts.append(replace(make_verdict(index, [finding]), rank=rank, outcome=outcome))

@@ -17,7 +17,7 @@ from replay.verdict.causes.dtype_rules import (
     find_rounded_weights,
 )
 from replay.verdict.causes.table import find_causes
-from replay.verdict.judge import PassPair, judge
+from replay.verdict.judge import PassEvidence, judge
 from replay.verdict.outcomes import Outcome
 from replay.verdict.pass_values import Claim
 from tests.replay.verdict.causes.made_evidence import (
@@ -78,7 +78,7 @@ def test_nothing_is_reproduced_in_a_finer_dtype_than_the_jobs_that_was_typed(
     claims = [Claim(name=LOSS, values=[1.5])]
     recorded = replace(compared.recorded, claims=claims, num_tokens=80, environment={"autocast": "bfloat16"})
     settings = replace(SETTINGS, is_dtype_typed=is_typed)
-    verdict = judge([PassPair(compared.record, recorded, compared.replayed)], settings)
+    verdict = judge([PassEvidence(compared.record, recorded, compared.replayed)], settings)
     assert verdict.outcome is outcome
     sentences = [cause.sentence for cause in verdict.causes]
     assert sentences == (

@@ -88,8 +88,10 @@ def judge_update(
         assert compared.recorded.step_after is not None
         step = replace(compared.recorded.step_after, max_norm=max_norm)
         recorded = replace(compared.recorded, step_after=step, has_job_weights_of_tokens=loss_scale is not None)
-        weights = replace(compared.replayed.weights, total=1.0 if loss_scale is None else loss_scale)
-        first.append(replace(compared, recorded=recorded, replayed=replace(compared.replayed, weights=weights)))
+        weights = replace(compared.replayed.log_prob_weights, total=1.0 if loss_scale is None else loss_scale)
+        first.append(
+            replace(compared, recorded=recorded, replayed=replace(compared.replayed, log_prob_weights=weights))
+        )
     [second] = make_window([gradients], gradients, index=1)
     stepped = [
         SteppedSample(
@@ -104,7 +106,9 @@ def judge_update(
     ]
     result = replace(second.record.result, num_steps=1)
     second = replace(
-        second, record=replace(second.record, result=result), replayed=replace(second.replayed, stepped=stepped)
+        second,
+        record=replace(second.record, result=result),
+        replayed=replace(second.replayed, weights_before_pass=stepped),
     )
     evidence = make_gradient_evidence([second], first, names=(STEPPED,))
     return find_causes(replace(evidence, settings=replace(evidence.settings, **settings)))[0]
@@ -171,7 +175,7 @@ def judge_average(shares: Sequence[float]) -> Cause:
         )
         for row, name in enumerate("abcdef")
     ]
-    passes[2] = replace(passes[2], replayed=replace(passes[2].replayed, stepped=stepped))
+    passes[2] = replace(passes[2], replayed=replace(passes[2].replayed, weights_before_pass=stepped))
     return find_causes(make_gradient_evidence([passes[2]], [passes[0]], [passes[1]], names=(STEPPED,)))[0]
 
 
