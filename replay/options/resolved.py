@@ -86,7 +86,7 @@ class ResolvedReplay(ReplayParts):
     step_settings     of the steps that are taken as the job took them, by the index of the pass that ends the window
     followed_settings the settings in them that are the job's, by torch's names, and FAMILY if no optimizer was typed
     job_code_clip_norm  the norm that the job clipped to by code of its own, which its recorded gradients show
-    first_forward_trained_otherwise  the forward from which on this run cannot train the parameters that the job
+    first_unfollowed_forward  the forward from which on this run cannot train the parameters that the job
                       trained; None: it can throughout
     """
 
@@ -99,7 +99,7 @@ class ResolvedReplay(ReplayParts):
     step_settings: "Mapping[int, StepSettings]" = field(default_factory=dict)
     followed_settings: frozenset[str] = frozenset()
     job_code_clip_norm: float | None = None
-    first_forward_trained_otherwise: int | None = None
+    first_unfollowed_forward: int | None = None
 
     def __post_init__(self) -> None:
         ReplayParts.__post_init__(self)
@@ -182,7 +182,7 @@ class ResolvedReplay(ReplayParts):
         }
         is_open = parts["actor"].attention == Attention.AUTO
         kernel = choose_kernel_on_all_ranks(parts["actor"], world, self.source.config)
-        parts["actor"] = name_kernel(parts["actor"], kernel)
+        parts["actor"] = set_kernel_word(parts["actor"], kernel)
         # Another dtype may have another kernel, too.
         if kernel != self.kernel:
             changed[ATTENTION] = kernel
@@ -201,7 +201,7 @@ class ResolvedReplay(ReplayParts):
         )
 
 
-def name_kernel(actor: ActorSpec, kernel: str) -> ActorSpec:
+def set_kernel_word(actor: ActorSpec, kernel: str) -> ActorSpec:
     """Return `actor` with the word for the attention kernel that is `kernel` in transformers.
 
     `auto` stays where no word names it, as where two kernels are taken in turn.

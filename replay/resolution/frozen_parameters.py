@@ -27,13 +27,12 @@ class FrozenParameters:
     always  those that it trained in no pass
     later   those that it did not train besides, by the forward from which on that is so; empty: they are the same in
             all passes, or the replay does not follow the change
-    first_forward_trained_otherwise  that from which on the job trained other parameters, which this
-            backend cannot follow
+    first_unfollowed_forward  that from which on the job trained other parameters, which this backend cannot follow
     """
 
     always: frozenset[str] = frozenset()
     later: Mapping[int, frozenset[str]] = field(default_factory=dict)
-    first_forward_trained_otherwise: int | None = None
+    first_unfollowed_forward: int | None = None
 
 
 def find_frozen_in_job(
@@ -62,8 +61,8 @@ def find_frozen_in_job(
         if facts.recording == first_call.recording and facts.trains
     ]
     later = _date_changes(stated, checker.names, rounds)
-    first_forward_trained_otherwise = sorted(later)[1] if later and not _follows_changes(spec.actor) else None
-    if later and first_forward_trained_otherwise is None:
+    first_unfollowed_forward = sorted(later)[1] if later and not _follows_changes(spec.actor) else None
+    if later and first_unfollowed_forward is None:
         always = frozenset.intersection(*later.values())
         return FrozenParameters(
             always=always, later={forward: names - always for forward, names in sorted(later.items())}
@@ -73,10 +72,10 @@ def find_frozen_in_job(
         names = sorted(_list_frozen_first(stated[0], checker.names))
     num_frozen = None if first_call.weights is None else first_call.weights.num_frozen
     if not names or num_frozen != len(names):
-        return FrozenParameters(first_forward_trained_otherwise=first_forward_trained_otherwise)
+        return FrozenParameters(first_unfollowed_forward=first_unfollowed_forward)
     return FrozenParameters(
         always=checker.translate_names(names),
-        first_forward_trained_otherwise=first_forward_trained_otherwise,
+        first_unfollowed_forward=first_unfollowed_forward,
     )
 
 

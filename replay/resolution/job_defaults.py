@@ -211,7 +211,7 @@ def find_source(spec: ReplayParts) -> ModelSource:
     return source
 
 
-def find_source_on_all(spec: ReplayParts, world: World) -> ModelSource:
+def find_model_source_on_all_ranks(spec: ReplayParts, world: World) -> ModelSource:
     """Find the model on every rank. Raises UsageError on all of them if one lacks it, or has another file of it."""
     source = try_on_all_ranks(world, lambda: find_source(spec))
     first_facts, *_ = rank_facts = world.gather(dict(source.facts))

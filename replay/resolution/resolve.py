@@ -1,4 +1,4 @@
-"""Make the choices of a run once, on all ranks together, before its actor is opened.
+"""Make the choices of a run once, on all ranks together, before its actor (the model under a backend) is opened.
 
 A few are filled in later, from the open actor (`ResolvedReplay.complete`).
 
@@ -38,7 +38,7 @@ from replay.options.resolved import (
     PartT,
     ResolvedChoice,
     ResolvedReplay,
-    name_kernel,
+    set_kernel_word,
 )
 from replay.options.spec import InputsSpec, LossName, Passes, ReplayParts, ReplaySpec, WindowWeights
 from replay.output.text import name_some
@@ -51,7 +51,7 @@ from replay.resolution.job_defaults import (
     choose_from_job,
     choose_job_kernel,
     find_inputs_folder,
-    find_source_on_all,
+    find_model_source_on_all_ranks,
 )
 from replay.resolution.selection import Selection
 from replay.resolution.step_choice import choose_steps
@@ -77,99 +77,111 @@ def resolve(
 
     Here the spec of the actor has seven stages:
     1. `spec.actor`: what was typed
-    2. `filled_spec.actor`: with what the captures tell: dtype, packing, fused modules, accumulation, routing
-    3. `actor_with_steps`: with the optimizer, from here on in `filled_spec` too
+    2. `spec_from_job.actor`: with what the captures tell: dtype, packing, fused modules, accumulation, routing
+    3. `actor_with_steps`: with the optimizer, also in `spec_with_steps`
     4. `actor_before_probes`: with the job's attention kernel, if it can be had here
     5. `actor_with_layout`: with the layout of rows, and the kernel that is right for it
     6. `actor_with_head`: with how log-probs come from the head
-    7. `named_actor`: with the option value of the chosen kernel, if it has one
+    7. `actor_with_kernel_word`: with the option value of the chosen kernel, if it has one
 
     spec        what was typed
     selection   the inputs of this rank, and what the captures tell of the job's windows
     first_call  the call of this rank's first capture; None if it cannot be read
     loss        what `choose_loss` chose
-    objective   the objective that `loss` names; None for stand-in and sft
+    objective   the objective that `loss` names; None for the stand-in (mean negated log-prob, when the loss is unknown)
+                and for sft
 
     All ranks must call this. Raises UsageError, on all of them, for what cannot run here.
     """
-    # Rank 0 chooses for all ranks: their files and their hardware may differ.
-    spec, job_choices = compute_on_rank0(
+    # Rank 0 chooses for all ranks: their files and their hardware may differ. From here on its spec counts on all of
+    # them, since what another rank was given may differ too.
+    spec_of_rank0, job_choices = compute_on_rank0(
         world, lambda: (spec, choose_from_job(spec, first_call, selection, world.device.type))
     )
-    filled_spec = replace(spec, actor=apply_choices(spec.actor, job_choices))
+    spec_from_job = replace(spec_of_rank0, actor=apply_choices(spec_of_rank0.actor, job_choices))
 
-    source = find_source_on_all(filled_spec, world)
-    frozen = world.broadcast_from_rank0(find_frozen_in_job(filled_spec, source, first_call, selection.rounds))
-    source = replace(source, frozen=frozen.always, frozen_later=frozen.later)
+    model_source = find_model_source_on_all_ranks(spec_from_job, world)
+    frozen = world.broadcast_from_rank0(find_frozen_in_job(spec_from_job, model_source, first_call, selection.rounds))
+    model_source = replace(model_source, frozen=frozen.always, frozen_later=frozen.later)
 
-    filled_spec = replace(filled_spec, measure=replace(filled_spec.measure, loss=loss.value))
-    steps = choose_steps(filled_spec, source, selection, first_call, world)
-    actor_with_steps = steps.apply(filled_spec.actor)
-    filled_spec = replace(filled_spec, actor=actor_with_steps, measure=replace(filled_spec.measure, step=steps.mode))
-    if steps.job_steps is not None:
-        source = replace(source, optimizer_groups=steps.job_steps.groups)
+    spec_with_loss = replace(spec_from_job, measure=replace(spec_from_job.measure, loss=loss.value))
+    step_choice = choose_steps(spec_with_loss, model_source, selection, first_call, world)
+    actor_with_steps = step_choice.apply(spec_with_loss.actor)
+    spec_with_steps = replace(
+        spec_with_loss, actor=actor_with_steps, measure=replace(spec_with_loss.measure, step=step_choice.mode)
+    )
+    job_steps = step_choice.job_steps
+    if job_steps is not None:
+        model_source = replace(model_source, optimizer_groups=job_steps.groups)
 
     attention: ChosenAttention = world.broadcast_from_rank0(
-        choose_job_kernel(filled_spec.actor, first_call, world.device, source.config)
+        choose_job_kernel(spec_with_steps.actor, first_call, world.device, model_source.config)
     )
-    actor_before_probes = replace(filled_spec.actor, attention=attention.word)
-    is_packing_typed = spec.actor.packing is not None
+    actor_before_probes = replace(spec_with_steps.actor, attention=attention.word)
+    is_packing_typed = spec_of_rank0.actor.packing is not None
     actor_with_layout, layout = choose_layout(
         actor_before_probes,
-        source.config,
+        model_source.config,
         world,
         is_typed=is_packing_typed,
-        trains=filled_spec.inputs.passes is not Passes.ROLLOUT,
+        trains=spec_with_steps.inputs.passes is not Passes.ROLLOUT,
     )
     if actor_with_layout.attention != actor_before_probes.attention:
         attention = replace(attention, why=WHY_KERNEL_OF_PROBE)
     # Show the user why rows stay padded: the job's labels need it.
     if selection.padding_predicts_label and not is_packing_typed and not layout.why:
         layout = replace(layout, why=PADDING_PREDICTS_LABEL)
-    why_whole_logits = explain_whole_logits(filled_spec, objective)
-    source = replace(source, layout=layout)
-    head, head_choice = choose_head(
-        filled_spec, actor_with_layout, source, selection, first_call, world, why_whole_logits=why_whole_logits
+    why_whole_logits = explain_whole_logits(spec_with_steps, objective)
+    model_source = replace(model_source, layout=layout)
+    head_form, head_choice = choose_head(
+        spec_with_steps,
+        actor_with_layout,
+        model_source,
+        selection,
+        first_call,
+        world,
+        why_whole_logits=why_whole_logits,
     )
-    actor_with_head, source = replace(actor_with_layout, head=head_choice.value), replace(source, head=head)
-    kernel_name = choose_kernel_on_all_ranks(actor_with_head, world, source.config)
-    named_actor = name_kernel(actor_with_head, kernel_name)
+    actor_with_head = replace(actor_with_layout, head=head_choice.value)
+    model_source = replace(model_source, head=head_form)
+    kernel_name = choose_kernel_on_all_ranks(actor_with_head, world, model_source.config)
+    actor_with_kernel_word = set_kernel_word(actor_with_head, kernel_name)
 
-    settings_with_defaults = [
+    choices_with_defaults = [
         *_list_backend_and_optimizer_settings(actor_with_head),
-        *_list_inputs_settings(filled_spec.inputs, selection),
-        *_choose_clip_high_default(filled_spec),
+        *_list_inputs_settings(spec_with_steps.inputs, selection),
+        *_choose_clip_high_default(spec_with_steps),
     ]
     choices = [
         *(
             _finalize_packing_choice(choice, actor_with_head, layout) if choice.setting == PACKING else choice
             for choice in job_choices
         ),
-        # `_explain_attention` needs the actor before `name_kernel`: an `auto` there means that nobody named a kernel.
-        _explain_attention(attention, kernel_name, spec.actor, actor_before_probes, actor_with_head),
-        *_explain_model(filled_spec, source),
+        # `_explain_attention` needs the actor before `set_kernel_word`: there `auto` means that nobody named a kernel.
+        _explain_attention(attention, kernel_name, spec_of_rank0.actor, actor_before_probes, actor_with_head),
+        *_explain_model(spec_with_steps, model_source),
         head_choice,
         *_list_choices_left_to_actor(actor_with_head),
         loss,
-        *steps.list_choices(spec.actor),
-        *settings_with_defaults,
+        *step_choice.list_choices(spec_of_rank0.actor),
+        *choices_with_defaults,
     ]
     return ResolvedReplay(
-        actor=_apply_to_part(named_actor, "actor", settings_with_defaults),
-        inputs=_apply_to_part(filled_spec.inputs, "inputs", settings_with_defaults),
-        measure=filled_spec.measure,
-        state=filled_spec.state,
-        objective=_apply_to_part(filled_spec.objective, "objective", settings_with_defaults),
-        source=source,
+        actor=_apply_to_part(actor_with_kernel_word, "actor", choices_with_defaults),
+        inputs=_apply_to_part(spec_with_steps.inputs, "inputs", choices_with_defaults),
+        measure=spec_with_steps.measure,
+        state=spec_with_steps.state,
+        objective=_apply_to_part(spec_with_steps.objective, "objective", choices_with_defaults),
+        source=model_source,
         device=world.device,
         kernel=kernel_name,
-        choices=tuple(_add_typed(choices, spec)),
+        choices=tuple(_add_typed(choices, spec_of_rank0)),
         attention_reason=attention.why,
         why_whole_logits=why_whole_logits,
-        step_settings=steps.job_steps.settings if steps.job_steps is not None else {},
-        followed_settings=steps.job_steps.setting_names if steps.job_steps is not None else frozenset(),
-        job_code_clip_norm=steps.job_steps.job_code_clip_norm if steps.job_steps is not None else None,
-        first_forward_trained_otherwise=frozen.first_forward_trained_otherwise,
+        step_settings=job_steps.settings if job_steps is not None else {},
+        followed_settings=job_steps.setting_names if job_steps is not None else frozenset(),
+        job_code_clip_norm=job_steps.job_code_clip_norm if job_steps is not None else None,
+        first_unfollowed_forward=frozen.first_unfollowed_forward,
     )
 
 

@@ -35,7 +35,7 @@ MAX_NAMED_PARTS = 4
 
 def describe_frozen_in_job(resolved: ResolvedReplay) -> str:
     """Say what is not trained, and that the backend does not follow what the job changed later; empty for neither."""
-    frozen, unfollowed = list_frozen(resolved.source), resolved.first_forward_trained_otherwise
+    frozen, unfollowed = list_frozen(resolved.source), resolved.first_unfollowed_forward
     if unfollowed is None:
         return f"{frozen}, as in the job" if frozen else ""
     follower = " ".join(map(spell_setting, list_whole_backend(resolved.actor)))

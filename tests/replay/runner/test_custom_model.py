@@ -15,7 +15,7 @@ from actor_init.spec import ActorSpec, UsageError
 from capture.facts import Setting
 from replay.command_line.cli import main
 from replay.options.spec import ReplaySpec
-from replay.resolution.job_defaults import find_source_on_all
+from replay.resolution.job_defaults import find_model_source_on_all_ranks
 from tests.helpers.commands import ROOT, run
 from tests.helpers.contract import replayed
 from tests.helpers.ranks import run_ranks
@@ -138,11 +138,11 @@ def test_a_file_that_one_rank_lacks_is_refused_on_all() -> None:
     spec = ReplaySpec(actor=ActorSpec(model=MODEL))
     world: Any = OtherRank(UsageError(Setting("model", "nano.py:build"), ": No such file or directory"))
     with pytest.raises(UsageError, match=r"on rank 1: model='nano.py:build': No such file or directory"):
-        find_source_on_all(spec, world)
+        find_model_source_on_all_ranks(spec, world)
 
 
 def test_two_ranks_with_other_files_are_refused() -> None:
     spec = ReplaySpec(actor=ActorSpec(model=MODEL))
     world: Any = OtherRank(model_file="/other/nano.py", model_file_sha256="0" * 64)
     with pytest.raises(UsageError, match=r"/other/nano.py is another file on rank 1 than .*nano.py on rank 0"):
-        find_source_on_all(spec, world)
+        find_model_source_on_all_ranks(spec, world)
