@@ -16,7 +16,7 @@ from typing import Self
 
 from actor_init.spec import UsageError
 from replay.agreement.plan import REPEATS, Cell, ParityPlan, Role
-from replay.campaign.campaign import Campaign, CampaignJob, FinishedJob
+from replay.campaign.campaign import Campaign, FinishedRun, PlannedRun
 from replay.options.option_parsing import format_error_with_flags
 from replay.processes.pool import ProcessResult
 from replay.runlog.reader import PastRun
@@ -63,11 +63,16 @@ class ParityRow:
         has_run_alone = self.seconds is not None and self.ran_alone
         return self.state is RowState.PENDING or (self.state is RowState.FAILED and not has_run_alone)
 
-    def after(self, finished: FinishedJob) -> Self:
+    def after(self, finished: FinishedRun) -> Self:
         """Return the row with what came of its run."""
-        state, error, log = judge_child(finished.child)
+        state, error, log = judge_child(finished.process_result)
         return replace(
-            self, state=state, error=error, log=log, seconds=finished.child.seconds, ran_alone=finished.ran_alone
+            self,
+            state=state,
+            error=error,
+            log=log,
+            seconds=finished.process_result.seconds,
+            ran_alone=finished.ran_alone,
         )
 
 
@@ -81,8 +86,8 @@ class ParityLog:
     def __post_init__(self) -> None:
         self.campaign.must_run_again = _has_failed_run
         self.rows = [ParityRow(cell=cell) for cell in self.campaign.plan.cells]
-        for number, job in enumerate(self.jobs):
-            if (finished := self.campaign.find_finished(job)) is not None:
+        for number, planned_run in enumerate(self.planned_runs):
+            if (finished := self.campaign.find_finished(planned_run)) is not None:
                 self.rows[number] = self.rows[number].after(finished)
 
     @classmethod
@@ -95,10 +100,10 @@ class ParityLog:
         return self.campaign.folder
 
     @property
-    def jobs(self) -> list[CampaignJob]:
-        """Return the campaign job of each row."""
+    def planned_runs(self) -> list[PlannedRun]:
+        """Return the planned run of each row."""
         return [
-            CampaignJob(
+            PlannedRun(
                 home=f"cells/{number:03d}-{folder_name_of(row.cell.name)}",
                 spec=row.cell.spec,
                 num_processes=row.cell.num_processes,
@@ -125,8 +130,8 @@ class ParityLog:
                 error = f"not run because its reference was not: {row.cell.reference}"
                 self.rows[number] = replace(row, state=RowState.FAILED, error=error)
                 yield number
-        jobs = self.jobs
-        for finished in self.campaign.run_jobs([jobs[number] for number in numbers]):
+        planned_runs = self.planned_runs
+        for finished in self.campaign.run_all([planned_runs[number] for number in numbers]):
             number = numbers[finished.position]
             self.rows[number] = self.rows[number].after(finished)
             yield number

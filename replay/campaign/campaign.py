@@ -1,22 +1,19 @@
-"""Run the campaign jobs of a command. A journal keeps the ended ones, whatever ends the command.
+"""Run the replays that a command needs, its planned runs. A journal keeps the ended ones, whatever ends the command.
 
-A campaign job is a replay that the command needs. The glossary's job, the training that is recorded, is something else;
-in the names of this module, `job` stands for a campaign job.
-
-`logs/<time>-<command>/` has two files beside what the campaign jobs write. `<command>.json` has the plan, from which
-the command makes its campaign jobs, and the result; it is written when the command begins, and whenever the command
+`logs/<time>-<command>/` has two files beside what the planned runs write. `<command>.json` has the plan, from which
+the command makes its planned runs, and the result; it is written when the command begins, and whenever the command
 knows more of the result:
 
     {"format": 2, "command": "replay scan --group 4", "machine": {"num_devices": 2, "has_gpus": false},
      "versions": {"torch": "2.11.0", ...}, "plan": {...}, "result": {...}}
 
-`journal.jsonl` gets a line whenever a campaign job has ended:
+`journal.jsonl` gets a line whenever a planned run has ended:
 
     {"job": "3f2a...", "exit_code": 0, "seconds": 8.1, "ran_alone": true, "attempt": "groups/0001/0"}
 
-There `job` is the digest of the campaign job.
+There `job` is the digest of the planned run; it is not the training that was recorded.
 
-`--continue` asks for the same campaign jobs again. Those in the journal come back without a run, except those that
+`--continue` asks for the same planned runs again. Those in the journal come back without a run, except those that
 ran beside others and have to run again (`Campaign.must_run_again`).
 """
 
@@ -57,11 +54,11 @@ PlanT = TypeVar("PlanT")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class CampaignJob:
+class PlannedRun:
     """A replay in processes of its own.
 
-    The journal knows a campaign job by a digest of its fields and their names, in which `home` and the log folder are
-    left out. So renaming a field changes every digest, and no journal written before would know its jobs.
+    The journal knows a planned run by a digest of its fields and their names, in which `home` and the log folder are
+    left out. So renaming a field changes every digest, and no journal written before would know its runs.
 
     home      where the folders of all its attempts lie, relative to the campaign's folder, such as `groups/0001`
     python    path of another environment's interpreter; empty: this one
@@ -77,46 +74,46 @@ class CampaignJob:
     contents: str = ""
 
     def digest_in(self, folder: Path) -> str:
-        """Return the digest by which the campaign in `folder` knows the campaign job."""
-        # The digest leaves out where the campaign job writes its log, and takes the campaign's folder out of all paths:
-        # a folder that was moved or copied still knows its campaign jobs.
+        """Return the digest by which the campaign in `folder` knows the planned run."""
+        # The digest leaves out where the planned run writes its log, and takes the campaign's folder out of all paths:
+        # a folder that was moved or copied still knows its planned runs.
         measure = replace(self.spec.measure, log_folder=MeasureSpec().log_folder)
-        job = to_json(replace(self, home="", spec=replace(self.spec, measure=measure)))
-        text = json.dumps(job, sort_keys=True).replace(f"{json.dumps(str(folder.absolute()))[1:-1]}/", "")
+        content = to_json(replace(self, home="", spec=replace(self.spec, measure=measure)))
+        text = json.dumps(content, sort_keys=True).replace(f"{json.dumps(str(folder.absolute()))[1:-1]}/", "")
         return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
-def was_cut_short(child: ProcessResult) -> bool:
+def was_cut_short(process_result: ProcessResult) -> bool:
     """Did the replay end without an answer, by a signal or its time limit?
 
     Exit codes 0, 1 (it ran and reports a failure) and 2 (it refused its options) are answers.
     """
-    return child.exit_code not in (0, 1, REFUSED_EXIT_CODE)
+    return process_result.exit_code not in (0, 1, REFUSED_EXIT_CODE)
 
 
-class FinishedJob(NamedTuple):
-    """How a campaign job ended.
+class FinishedRun(NamedTuple):
+    """How a planned run ended.
 
     One that has to run again (`Campaign.must_run_again`) is reported as new each time it runs.
 
-    position   of the campaign job among those that the command asked for
-    ran_alone  no other campaign job ran on the machine; otherwise its times mean nothing. On Ray always False
+    position   of the planned run among those that the command asked for
+    ran_alone  no other planned run ran on the machine; otherwise its times mean nothing. On Ray always False
     is_new     it was run now; False: its result was in the journal
     """
 
     position: int
-    child: ProcessResult
+    process_result: ProcessResult
     ran_alone: bool
     is_new: bool
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _JournalLine:
-    """What the journal keeps of a campaign job that has ended.
+    """What the journal keeps of a planned run that has ended.
 
-    job        digest of the campaign job; the name is the journal's key
+    job        digest of the planned run. The journal's key is the attribute's name, so this keeps the name
     exit_code  None: it did not end within its time limit
-    attempt    folder of its last attempt, relative to the campaign's folder; it lies in that of `CampaignJob.home`
+    attempt    folder of its last attempt, relative to the campaign's folder; it lies in that of `PlannedRun.home`
     """
 
     job: str
@@ -140,17 +137,17 @@ class CampaignFile:
 
 @dataclass(kw_only=True, slots=True)
 class Campaign(Generic[PlanT]):
-    """The campaign jobs of one command: which of them have ended, and where and under which limits the others run.
+    """The planned runs of one command: which of them have ended, and where and under which limits the others run.
 
     folder      holds everything that the campaign writes
     command_name  of the command, such as `scan`
     command_line  what a user types to repeat the campaign
     machine     on which the campaign was begun
-    plan        from which the command makes its campaign jobs; read and written as JSON
+    plan        from which the command makes its planned runs; read and written as JSON
     versions    of the libraries with which the campaign was begun
     result      what the command knows of its answer so far: a dataclass or a mapping, written as JSON
-    must_run_again  judges whether a campaign job that ended while others ran beside it has to run again. By default
-                    only one that was cut short: exit code 1, by which a replay reports a failure, is an answer
+    must_run_again  judges whether a planned run that ended while others ran beside it has to run again. Default: only
+                    a run that was cut short. Exit code 1 (the replay reports a failure) counts as an answer
     """
 
     folder: Path
@@ -163,9 +160,9 @@ class Campaign(Generic[PlanT]):
     must_run_again: Callable[[ProcessResult], bool] = was_cut_short
     _lines_by_digest: dict[str, _JournalLine] = field(default_factory=dict)
     _task_runner: RunTasks | None = None
-    _jobs_run_alone: bool = True
-    _max_seconds_per_job: float = 0.0
-    # No campaign job is started after this time of `time.monotonic`.
+    _runs_are_alone: bool = True
+    _seconds_per_run: float = 0.0
+    # No run is started after this time of `time.monotonic`; those that run go on.
     _start_deadline: float = 0.0
 
     @classmethod
@@ -222,7 +219,7 @@ class Campaign(Generic[PlanT]):
             machine=file.machine,
             versions=file.versions,
             plan=plan,
-            # A campaign job that ran again has several lines, of which the last one counts.
+            # A planned run that ran again has several lines, of which the last one counts.
             _lines_by_digest={line.job: line for line in lines},
         )
 
@@ -244,119 +241,117 @@ class Campaign(Generic[PlanT]):
 
     @property
     def continue_command(self) -> str:
-        """Return the command that a user types to run the campaign jobs that have not ended."""
+        """Return the command that a user types to run the planned runs that have not ended."""
         return f"replay {self.command_name} --continue {self.folder}"
 
     def open(self, executor: Executor, limits: RunLimits, *, storage: str | None = None) -> None:
-        """Make the campaign ready to run its jobs on `executor`; the time limit for all of them begins now.
+        """Make the campaign ready to run its planned runs on `executor`; the time limit for all of them begins now.
 
-        storage  folder or URI where campaign jobs keep the states from which they resume; None: they keep none
+        storage  folder or URI where planned runs keep the states from which they resume; None: they keep none
         """
-        self._max_seconds_per_job, self._start_deadline = limits.run_seconds, limits.compute_deadline()
+        self._seconds_per_run, self._start_deadline = limits.seconds_per_run, limits.compute_start_deadline()
         if storage is None:
             self._task_runner = executor.make_runner(self.folder, self.machine, limits.max_parallel)
         else:
             self._task_runner = executor.make_resumable_runner(self.folder, self.machine, storage)
-        self._jobs_run_alone = executor.gives_whole_machine(self.machine, limits.max_parallel)
+        self._runs_are_alone = executor.gives_whole_machine(self.machine, limits.max_parallel)
 
     @property
     def num_running(self) -> int:
         return self._task_runner.num_running if self._task_runner is not None else 0
 
     @property
-    def num_finished(self) -> int:
-        """Return how many campaign jobs have ended, those included that have to run again."""
+    def num_ended(self) -> int:
+        """Return how many planned runs have ended, those included that have to run again."""
         return len(self._lines_by_digest)
 
-    def check_can_continue(self, executor: Executor, jobs: Iterable[CampaignJob] | None = None) -> None:
-        """Raise UsageError if campaign jobs still have to run, and this machine or these versions are not fit for it.
+    def check_can_continue(self, executor: Executor, planned_runs: Iterable[PlannedRun] | None = None) -> None:
+        """Raise UsageError if planned runs still have to run, and this machine or these versions are not fit for it.
 
-        jobs  all that the command will ask for; None: they are not known yet, so some may have to run
+        planned_runs  all that the command will ask for; None: they are not known yet, so some may have to run
         """
-        if jobs is not None and all(self.find_finished(campaign_job) for campaign_job in jobs):
+        if planned_runs is not None and all(self.find_finished(planned_run) for planned_run in planned_runs):
             return
         executor.check_machine(self.machine, self.folder)
         refuse_other_versions(self.versions, self.folder)
 
-    def find_finished(self, campaign_job: CampaignJob, position: int = 0) -> FinishedJob | None:
-        """Return how a campaign job ended, by the journal.
+    def find_finished(self, planned_run: PlannedRun, position: int = 0) -> FinishedRun | None:
+        """Return how a planned run ended, by the journal.
 
         None if it has not ended, or if it has to run again since others ran beside it (`must_run_again`).
 
-        position  of the campaign job among those that the command asked for, copied into the result
+        position  of the planned run among those that the command asked for, copied into the result
         """
-        line = self._lines_by_digest.get(campaign_job.digest_in(self.folder))
+        line = self._lines_by_digest.get(planned_run.digest_in(self.folder))
         if line is None:
             return None
         attempt_folder = self.folder / line.attempt
-        child = ProcessResult(
+        process_result = ProcessResult(
             exit_code=line.exit_code, seconds=line.seconds, output=attempt_folder / OUTPUT, logs=attempt_folder
         )
         # The others may have taken the memory or the time that it lacked: alone it might succeed.
-        if not line.ran_alone and self.must_run_again(child):
+        if not line.ran_alone and self.must_run_again(process_result):
             return None
-        return FinishedJob(position, child, line.ran_alone, is_new=False)
+        return FinishedRun(position, process_result, line.ran_alone, is_new=False)
 
-    def forget(self, campaign_job: CampaignJob) -> None:
-        """Forget, in this process, the result of a campaign job, so that it runs again.
+    def forget(self, planned_run: PlannedRun) -> None:
+        """Forget, in this process, the result of a planned run, so that it runs again.
 
-        Its line stays in the journal; of several lines of a campaign job the last one counts.
+        Its line stays in the journal; of several lines of a planned run the last one counts.
         """
-        self._lines_by_digest.pop(campaign_job.digest_in(self.folder), None)
+        self._lines_by_digest.pop(planned_run.digest_in(self.folder), None)
 
-    def run_jobs(
+    def run_all(
         self,
-        jobs: Iterable[CampaignJob],
+        planned_runs: Iterable[PlannedRun],
         *,
         start_deadline: float | None = None,
         working_folder: Path = Path(),
-    ) -> Generator[FinishedJob]:
-        """Yield how each campaign job ended: those of the journal first; the others are run, and come as they end.
+    ) -> Generator[FinishedRun]:
+        """Yield how each planned run ended: those of the journal first; the others are run, and come as they end.
 
-        A campaign job that the deadline keeps from starting is not yielded.
+        A run that the deadline keeps from starting is not yielded.
 
-        start_deadline  no campaign job is started after this time of `time.monotonic`; None: as the limits say
+        start_deadline  no run is started after this time of `time.monotonic`; None: as the limits say
         working_folder  the folder that relative paths are resolved against
         """
         assert self._task_runner is not None, "call open() first"
         pending = {}
-        for position, campaign_job in enumerate(jobs):
-            if (finished := self.find_finished(campaign_job, position)) is not None:
+        for position, planned_run in enumerate(planned_runs):
+            if (finished := self.find_finished(planned_run, position)) is not None:
                 yield finished
             else:
-                pending[position] = campaign_job
+                pending[position] = planned_run
         # Lazy: making a task claims its attempt folder.
-        tasks = (
-            (position, self._make_task(campaign_job, working_folder)) for position, campaign_job in pending.items()
-        )
+        tasks = ((position, self._make_task(planned_run, working_folder)) for position, planned_run in pending.items())
         start_deadline = self._start_deadline if start_deadline is None else start_deadline
-        for position, child in self._task_runner(tasks, until=start_deadline):
-            self._record(pending[position], child)
-            yield FinishedJob(position, child, self._jobs_run_alone, is_new=True)
+        for position, process_result in self._task_runner(tasks, start_deadline=start_deadline):
+            self._record(pending[position], process_result)
+            yield FinishedRun(position, process_result, self._runs_are_alone, is_new=True)
 
-    def run(self, campaign_job: CampaignJob, working_folder: Path = Path()) -> ProcessResult:
-        """Return how one campaign job ended: by the journal, else after a run, ignoring the start deadline."""
-        [finished] = self.run_jobs([campaign_job], start_deadline=math.inf, working_folder=working_folder)
-        return finished.child
+    def run(self, planned_run: PlannedRun, working_folder: Path = Path()) -> ProcessResult:
+        """Return how one planned run ended: by the journal, else after a run, ignoring the start deadline."""
+        [finished] = self.run_all([planned_run], start_deadline=math.inf, working_folder=working_folder)
+        return finished.process_result
 
-    def _make_task(self, campaign_job: CampaignJob, working_folder: Path) -> Task:
+    def _make_task(self, planned_run: PlannedRun, working_folder: Path) -> Task:
         return Task.for_attempt(
-            self.folder / campaign_job.home,
-            ChildJob(spec=campaign_job.spec.for_child_process()),
-            num_processes=campaign_job.num_processes,
-            limit=self._max_seconds_per_job,
-            python=campaign_job.python,
+            self.folder / planned_run.home,
+            ChildJob(spec=planned_run.spec.for_child_process()),
+            num_processes=planned_run.num_processes,
+            limit=self._seconds_per_run,
+            python=planned_run.python,
             folder=working_folder,
         )
 
-    def _record(self, campaign_job: CampaignJob, child: ProcessResult) -> None:
-        """Write a campaign job that has ended into the journal."""
+    def _record(self, planned_run: PlannedRun, process_result: ProcessResult) -> None:
+        """Write a planned run that has ended into the journal."""
         line = _JournalLine(
-            job=campaign_job.digest_in(self.folder),
-            exit_code=child.exit_code,
-            seconds=child.seconds,
-            ran_alone=self._jobs_run_alone,
-            attempt=child.logs.relative_to(self.folder).as_posix(),
+            job=planned_run.digest_in(self.folder),
+            exit_code=process_result.exit_code,
+            seconds=process_result.seconds,
+            ran_alone=self._runs_are_alone,
+            attempt=process_result.logs.relative_to(self.folder).as_posix(),
         )
         self._lines_by_digest[line.job] = line
         with open(self.folder / JOURNAL, "a", encoding="utf-8") as journal:
@@ -397,7 +392,7 @@ class Interruption:
 def catch_interruption() -> Iterator[Interruption]:
     """Leave the block on Ctrl-C or SIGTERM, so that the caller reports the results so far.
 
-    Campaign jobs that run are ended first: Python closes the generator of `Campaign.run_jobs` as it leaves the loop.
+    Planned runs that run are ended first: Python closes the generator of `Campaign.run_all` as it leaves the loop.
     """
     interruption = Interruption()
     try:

@@ -1,4 +1,4 @@
-"""Choose where campaign jobs run: in processes on this machine, or on a Ray cluster."""
+"""Choose where planned runs run: in processes on this machine, or on a Ray cluster."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,10 +18,10 @@ from replay.processes.pool import PROCESSES_ON_A_CPU, Machine, RunHere, RunTasks
 
 
 class Executor(Protocol):
-    """Where campaign jobs run."""
+    """Where planned runs run."""
 
     def choose_machine(self, num_devices: int | None) -> Machine:
-        """Return the devices that campaign jobs may use. Raises UsageError if there are fewer.
+        """Return the devices that planned runs may use. Raises UsageError if there are fewer.
 
         num_devices  None: all GPUs of this machine, or of Ray's largest node; on a CPU, PROCESSES_ON_A_CPU processes
         """
@@ -43,11 +43,11 @@ class Executor(Protocol):
         """
 
     def gives_whole_machine(self, machine: Machine, at_once: int | None) -> bool:
-        """Does each campaign job get the machine for itself, so that its times mean something?"""
+        """Does each planned run get the machine for itself, so that its times mean something?"""
 
 
 class ThisMachine:
-    """Runs campaign jobs in processes on this machine."""
+    """Runs planned runs in processes on this machine."""
 
     def choose_machine(self, num_devices: int | None) -> Machine:
         machine, all_devices = Machine.detect(num_devices), Machine.detect()
@@ -81,7 +81,7 @@ class ThisMachine:
 
 @dataclass(frozen=True, slots=True)
 class OnRay:
-    """Runs campaign jobs on the nodes of a Ray cluster."""
+    """Runs planned runs on the nodes of a Ray cluster."""
 
     cluster: Cluster
 
@@ -114,7 +114,7 @@ class OnRay:
 def open_executor(ray: RayOptions | None, num_ranks: int = PROCESSES_ON_A_CPU) -> Iterator[Executor]:
     """Connect to the Ray cluster that the options name, or use this machine.
 
-    num_ranks  the most that a campaign job has on a cluster without GPUs
+    num_ranks  the most that a planned run has on a cluster without GPUs
     """
     if ray is None:
         yield ThisMachine()

@@ -64,14 +64,14 @@ class RayTrainings:
         return int(self._is_running)
 
     def __call__(
-        self, tasks: Iterable[tuple[Key, Task]], *, until: float = math.inf
+        self, tasks: Iterable[tuple[Key, Task]], *, start_deadline: float = math.inf
     ) -> Generator[tuple[Key, ProcessResult]]:
         """Yield the result of each task as it ends, with its files at home. None starts after `until` (monotonic).
 
         On Ctrl-C, or any other exception here or in the caller's loop, the running one is ended first.
         """
         for key, task in tasks:
-            if time.monotonic() > until:
+            if time.monotonic() > start_deadline:
                 return
             self._is_running = True
             try:

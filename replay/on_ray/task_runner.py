@@ -53,7 +53,7 @@ class RayTaskRunner:
         return len(self._actors)
 
     def __call__(
-        self, tasks: Iterable[tuple[Key, Task]], *, until: float = math.inf
+        self, tasks: Iterable[tuple[Key, Task]], *, start_deadline: float = math.inf
     ) -> Generator[tuple[Key, ProcessResult]]:
         """Yield the result of each task as it ends, with its files at home. None starts after `until` (monotonic).
 
@@ -66,13 +66,13 @@ class RayTaskRunner:
         with ThreadPoolExecutor(num_threads, thread_name_prefix="cell") as threads:
             try:
                 while True:
-                    while len(running) < num_threads and time.monotonic() <= until:
+                    while len(running) < num_threads and time.monotonic() <= start_deadline:
                         if (next_pair := next(waiting, None)) is None:
                             break
                         key, task = next_pair
                         self._refuse_too_many(task.num_processes)
                         copies = self._ship_inputs(task)
-                        running[threads.submit(self._run, task, copies, until)] = next_pair
+                        running[threads.submit(self._run, task, copies, start_deadline)] = next_pair
                     if not running:
                         return
                     ended_futures, _ = wait(running, timeout=POLL_SECONDS, return_when=FIRST_COMPLETED)
@@ -100,7 +100,7 @@ class RayTaskRunner:
             self._copies[inputs] = self._cluster.ship(inputs)
         return self._copies[inputs]
 
-    def _run(self, task: Task, copies: Mapping[str, Path], until: float) -> ProcessResult | None:
+    def _run(self, task: Task, copies: Mapping[str, Path], start_deadline: float) -> ProcessResult | None:
         """Run one task, in a thread of its own. Returns None if it did not start."""
         from ray.util import placement_group, remove_placement_group
 
@@ -111,7 +111,7 @@ class RayTaskRunner:
         try:
             ready = group.ready()
             while not self._cluster.ray.wait([ready], timeout=POLL_SECONDS)[0]:
-                if self._is_ending or time.monotonic() > until:
+                if self._is_ending or time.monotonic() > start_deadline:
                     return None
             started_at = time.monotonic()
             try:

@@ -30,16 +30,16 @@ PROCESSES_ON_A_CPU = 2
 class RunLimits:
     """Limits of the runs that one command starts.
 
-    run_seconds    for one run
-    total_seconds  for the command: no run is started after them; None: no limit
-    max_parallel   processes on each GPU at the same time, or runs on a CPU; None: one run at a time
+    seconds_per_run  for one run
+    total_seconds    for the command: no run is started after them, and those that run go on; None: no limit
+    max_parallel     processes on each GPU at the same time, or runs on a CPU; None: one run at a time
     """
 
-    run_seconds: float
+    seconds_per_run: float
     total_seconds: float | None
     max_parallel: int | None
 
-    def compute_deadline(self) -> float:
+    def compute_start_deadline(self) -> float:
         """Return the time, by `time.monotonic`, after which a command that begins now starts no run."""
         return math.inf if self.total_seconds is None else time.monotonic() + self.total_seconds
 
@@ -185,7 +185,7 @@ class RunTasks(Protocol):
     def num_running(self) -> int: ...
 
     def __call__(
-        self, tasks: Iterable[tuple[Key, Task]], *, until: float = math.inf
+        self, tasks: Iterable[tuple[Key, Task]], *, start_deadline: float = math.inf
     ) -> Generator[tuple[Key, ProcessResult], None, None]: ...
 
 
@@ -194,7 +194,7 @@ def run_children(
     *,
     at_once: int,
     gpus: Sequence[str] = (),
-    until: float = math.inf,
+    start_deadline: float = math.inf,
     running: list[tuple[Any, "RunningTask"]] | None = None,
 ) -> Generator[tuple[Key, ProcessResult], None, None]:
     """Yield the result of each task as it ends. No task starts before there is room for it, or after `until`
@@ -210,7 +210,7 @@ def run_children(
     running = [] if running is None else running
     try:
         while True:
-            while following is not None and time.monotonic() <= until:
+            while following is not None and time.monotonic() <= start_deadline:
                 key, task = following
                 in_use = Counter(gpu for _, other in running for gpu in other.gpus)
                 task_gpus = sorted(gpus, key=in_use.__getitem__)[: task.num_processes]
@@ -244,9 +244,11 @@ class RunHere:
         return len(self._running)
 
     def __call__(
-        self, tasks: Iterable[tuple[Key, Task]], *, until: float = math.inf
+        self, tasks: Iterable[tuple[Key, Task]], *, start_deadline: float = math.inf
     ) -> Generator[tuple[Key, ProcessResult], None, None]:
-        return run_children(tasks, at_once=self.at_once, gpus=self.gpus, until=until, running=self._running)
+        return run_children(
+            tasks, at_once=self.at_once, gpus=self.gpus, start_deadline=start_deadline, running=self._running
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -13,7 +13,7 @@ from actor_init.spec import Dtype, Head, UsageError
 from capture.facts import Setting
 from replay.agreement.noise_floor import measure_parity_distances
 from replay.agreement.rows import judge_child
-from replay.campaign.campaign import Campaign, CampaignJob
+from replay.campaign.campaign import Campaign, PlannedRun
 from replay.campaign.campaign_options import list_words
 from replay.campaign.executor import ThisMachine
 from replay.commands.check_upgrade.result import (
@@ -78,7 +78,7 @@ def check(spec: ReplaySpec, pythons: Sequence[str], *, run_limit: float = RUN_SE
         arguments=words,
         machine=Machine.detect(),
     )
-    campaign.open(ThisMachine(), RunLimits(run_seconds=run_limit, total_seconds=None, max_parallel=None))
+    campaign.open(ThisMachine(), RunLimits(seconds_per_run=run_limit, total_seconds=None, max_parallel=None))
     runs = [_replay(campaign, name, environment, screen) for name, environment in zip(NAMES, environments, strict=True)]
     result = _compare(UpgradeCheck(command=campaign.command_line, folder=campaign.folder.absolute(), runs=runs))
     if not all(quantity.agrees for quantity in result.quantities):
@@ -91,8 +91,8 @@ def check(spec: ReplaySpec, pythons: Sequence[str], *, run_limit: float = RUN_SE
 def _replay(campaign: Campaign[UpgradePlan], name: str, environment: Environment, screen: IO[str]) -> EnvironmentRun:
     """Replay in one environment."""
     print_pairs(open_console(screen), [(name, environment.text)])
-    job = _make_job(campaign.plan.spec, f"runs/{name}", name, environment)
-    _, error, folder = judge_child(campaign.run(job))
+    planned_run = _plan_run(campaign.plan.spec, f"runs/{name}", name, environment)
+    _, error, folder = judge_child(campaign.run(planned_run))
     if folder is None:
         return EnvironmentRun(environment=environment, folder=None, error=error or "it left no log")
     try:
@@ -110,8 +110,8 @@ def _replay(campaign: Campaign[UpgradePlan], name: str, environment: Environment
     )
 
 
-def _make_job(spec: ReplaySpec, home: str, name: str, environment: Environment) -> CampaignJob:
-    return CampaignJob(
+def _plan_run(spec: ReplaySpec, home: str, name: str, environment: Environment) -> PlannedRun:
+    return PlannedRun(
         home=home,
         spec=spec,
         num_processes=spec.actor.parallel.tp * spec.actor.parallel.ring,
@@ -171,8 +171,8 @@ def _find_first_difference(
     folders: list[Path] = []
     for name, environment in zip(NAMES, environments, strict=True):
         print_pairs(open_console(screen), [(name, "again, traced")])
-        job = _make_job(traced, f"traces/{name}", name, environment)
-        _, error, folder = judge_child(campaign.run(job))
+        planned_run = _plan_run(traced, f"traces/{name}", name, environment)
+        _, error, folder = judge_child(campaign.run(planned_run))
         if folder is None:
             return f"not found: the traced replay in the {name} environment failed: {error}"
         folders.append(folder)

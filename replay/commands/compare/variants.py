@@ -15,7 +15,7 @@ from actor_init.as_json import to_json
 from actor_init.hub import find_folder
 from actor_init.spec import USER_FUNCTION, ActorSpec, Attention, Head, Kernels, UsageError
 from capture.facts import Setting
-from replay.campaign.campaign import Campaign, CampaignJob, catch_interruption
+from replay.campaign.campaign import Campaign, PlannedRun, catch_interruption
 from replay.campaign.executor import ThisMachine
 from replay.options.option_parsing import list_options, parse_value, replace_values, spec_from_dict
 from replay.options.spec import ReplaySpec, StateSpec, VerdictRule
@@ -68,7 +68,7 @@ def replay_variants(log: Path, words: Sequence[str]) -> list[Path]:
         arguments=[str(log), *words],
         machine=Machine.detect(),
     )
-    campaign.open(ThisMachine(), RunLimits(run_seconds=RUN_SECONDS, total_seconds=None, max_parallel=None))
+    campaign.open(ThisMachine(), RunLimits(seconds_per_run=RUN_SECONDS, total_seconds=None, max_parallel=None))
     out = open_console(sys.stderr)
     folders: list[Path] = []
     with catch_interruption() as interruption:
@@ -83,8 +83,10 @@ def replay_variants(log: Path, words: Sequence[str]) -> list[Path]:
 
 
 def _replay(campaign: Campaign[ComparePlan], variant: Variant, number: int, num_processes: int) -> Path:
-    job = CampaignJob(home=f"runs/{number}", spec=variant.spec, num_processes=num_processes, python=variant.python)
-    child = campaign.run(job)
+    planned_run = PlannedRun(
+        home=f"runs/{number}", spec=variant.spec, num_processes=num_processes, python=variant.python
+    )
+    child = campaign.run(planned_run)
     folder, _, _ = read_run_below(child.logs)
     if child.exit_code != 0 or folder is None:
         raise UsageError(f"{variant.word}: {child.error or 'it left no log'}")

@@ -17,7 +17,7 @@ class MinimiseConsole:
     def __init__(self, log: MinimiseLog, file: IO[str]) -> None:
         self._out = open_console(file)
         self._log = log
-        limits, num_known = log.plan.limits, log.campaign.num_finished
+        limits, num_known = log.plan.limits, log.campaign.num_ended
         print_pairs(
             self._out,
             [

@@ -12,7 +12,7 @@ from actor_init.probe.small_config import DEPTHS
 from actor_init.spec import UsageError
 from capture.facts import Setting
 from capture.file_format.micro_batch import CaptureError
-from replay.campaign.campaign import Campaign, CampaignJob, catch_interruption
+from replay.campaign.campaign import Campaign, PlannedRun, catch_interruption
 from replay.campaign.campaign_options import list_words
 from replay.campaign.executor import ThisMachine
 from replay.campaign.result import CampaignResult
@@ -181,7 +181,9 @@ def _list_sources(selections: Sequence[Selection]) -> list[Path]:
 
 
 def _run(campaign: Campaign[MinimisePlan], screen: IO[str]) -> MinimiseResult:
-    campaign.open(ThisMachine(), RunLimits(run_seconds=campaign.plan.limits.run, total_seconds=None, max_parallel=None))
+    campaign.open(
+        ThisMachine(), RunLimits(seconds_per_run=campaign.plan.limits.run, total_seconds=None, max_parallel=None)
+    )
     log = MinimiseLog(campaign=campaign)
     console = MinimiseConsole(log, screen)
     smallest = None
@@ -359,11 +361,11 @@ class _Minimisation:
     def _replay(self, trial: _TrialPlan, repeat: int) -> _TrialOutcome:
         """Run one replay, and of a parity cell first its reference."""
         children: list[ProcessResult] = []
-        for job in self._make_jobs(trial, repeat):
-            if self.log.campaign.find_finished(job) is None:
+        for planned_run in self._plan_runs(trial, repeat):
+            if self.log.campaign.find_finished(planned_run) is None:
                 self.is_new = True
                 self.console.show_progress(len(self.log.trials) + 1)
-            children.append(self.log.campaign.run(job, trial.folder))
+            children.append(self.log.campaign.run(planned_run, trial.folder))
             if children[-1].exit_code != 0:
                 break
         failure, cell = find_failure(children[-1]), self.log.plan.parity
@@ -373,9 +375,9 @@ class _Minimisation:
 
     def _has_to_run(self, trial: _TrialPlan, repeat: int) -> bool:
         """Is a replay of this trial still to be run?"""
-        return self.log.campaign.find_finished(self._make_jobs(trial, repeat)[0]) is None
+        return self.log.campaign.find_finished(self._plan_runs(trial, repeat)[0]) is None
 
-    def _make_jobs(self, trial: _TrialPlan, repeat: int) -> list[CampaignJob]:
+    def _plan_runs(self, trial: _TrialPlan, repeat: int) -> list[PlannedRun]:
         """Return the runs of a trial: of a parity cell its reference's first. Raises UsageError for wrong options."""
         plan, cell, candidate = self.log.plan, self.log.plan.parity, trial.candidate
         runs = [("runs", plan.spec if trial.inputs is None else candidate.spec, candidate.num_processes)]
@@ -384,9 +386,7 @@ class _Minimisation:
             runs.insert(0, ("reference", reference, cell.num_processes))
         shared: dict[str, Any] = {"repeat": repeat, "contents": trial.contents}
         return [
-            CampaignJob(
-                home=f"{trial.home}/{name}", spec=trial.with_inputs(spec), num_processes=num_processes, **shared
-            )
+            PlannedRun(home=f"{trial.home}/{name}", spec=trial.with_inputs(spec), num_processes=num_processes, **shared)
             for name, spec, num_processes in runs
         ]
 

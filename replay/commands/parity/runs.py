@@ -12,7 +12,7 @@ from replay.agreement.matrix import EDGES, arrange_settings, make_edge_settings,
 from replay.agreement.noise_floor import ROUNDING_VARIATIONS, CellResult, MatrixJudge, MatrixResult
 from replay.agreement.plan import Cell, MatrixContext, ParityPlan, merge_plans, plan_matrix, repeat_in_environments
 from replay.agreement.rows import ParityLog, RowState, folder_name_of
-from replay.campaign.campaign import Campaign, CampaignJob, catch_interruption
+from replay.campaign.campaign import Campaign, PlannedRun, catch_interruption
 from replay.campaign.campaign_options import list_words
 from replay.campaign.executor import Executor, open_executor
 from replay.campaign.result import CampaignResult
@@ -160,7 +160,11 @@ def resume(folder: Path, limits: RunLimits, *, trace: bool, ray: RayOptions | No
     """
     log = ParityLog.read(folder)
     with open_executor(ray) as executor:
-        pending = [job for job, row in zip(log.jobs, log.rows, strict=True) if row.state is RowState.PENDING]
+        pending = [
+            planned_run
+            for planned_run, row in zip(log.planned_runs, log.rows, strict=True)
+            if row.state is RowState.PENDING
+        ]
         log.campaign.check_can_continue(executor, pending)
         return _run(log, executor, limits, screen, trace=trace)
 
@@ -263,7 +267,7 @@ class FirstDifferences:
         )
         home = f"traces/{first:04d}-{folder_name_of(cell.name)}"
         child = self._campaign.run(
-            CampaignJob(home=home, spec=spec, num_processes=cell.num_processes, python=cell.python)
+            PlannedRun(home=home, spec=spec, num_processes=cell.num_processes, python=cell.python)
         )
         if child.exit_code != 0:
             raise UsageError(f"the traced run of {cell.name} failed: {child.error}")

@@ -19,7 +19,7 @@ from typing import IO, Any
 
 from actor_init.spec import ActorSpec, UsageError
 from capture.facts import Setting
-from replay.campaign.campaign import Campaign, CampaignJob, FeedableInputs, catch_interruption
+from replay.campaign.campaign import Campaign, FeedableInputs, PlannedRun, catch_interruption
 from replay.campaign.executor import ThisMachine
 from replay.campaign.result import CampaignResult
 from replay.commands.recompiles.policies import (
@@ -220,7 +220,7 @@ class _PolicyRuns:
             return PolicyResult(policy=policy, error=format_error_with_flags(error))
         actor = apply_policy(policy, plan.spec.actor, multiple=plan.multiple, sizes=sizes)
         numbers = [str(shape.number) for shape in self.shapes]
-        job = CampaignJob(
+        planned_run = PlannedRun(
             home=f"runs/{policy}",
             spec=replace(
                 plan.spec,
@@ -232,7 +232,7 @@ class _PolicyRuns:
         )
         self.console.show_policy(policy)
         with _use_empty_cache(self.campaign.folder / "cache"):
-            child = self.campaign.run(job)
+            child = self.campaign.run(planned_run)
         folder, _, records = read_run_below(child.logs)
         if self.rows is None and policy is Policy.OFF:
             first = [record for record in records if record.error is None and record.index < len(self.shapes)]

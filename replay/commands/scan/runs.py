@@ -18,7 +18,7 @@ from actor_init.as_json import to_json
 from actor_init.spec import UsageError
 from capture.facts import Setting
 from capture.progress_bar import ProgressBar
-from replay.campaign.campaign import Campaign, CampaignJob, catch_interruption
+from replay.campaign.campaign import Campaign, PlannedRun, catch_interruption
 from replay.campaign.campaign_options import list_words
 from replay.campaign.executor import Executor, open_executor
 from replay.campaign.result import CampaignResult
@@ -64,10 +64,10 @@ class ScanPlan:
         ]
 
     @property
-    def jobs(self) -> list[CampaignJob]:
-        """Return the campaign job of each group."""
+    def planned_runs(self) -> list[PlannedRun]:
+        """Return the planned run of each group."""
         return [
-            CampaignJob(
+            PlannedRun(
                 home=f"groups/{number:04d}",
                 spec=replace(
                     self.spec,
@@ -184,7 +184,7 @@ def resume(folder: Path, limits: RunLimits, ray: RayOptions | None, *, screen: I
     """
     campaign = Campaign.read("scan", folder, ScanPlan)
     with open_executor(ray) as executor:
-        campaign.check_can_continue(executor, campaign.plan.jobs)
+        campaign.check_can_continue(executor, campaign.plan.planned_runs)
         return _run(campaign, executor, limits, screen)
 
 
@@ -193,8 +193,8 @@ def _run(campaign: Campaign[ScanPlan], executor: Executor, limits: RunLimits, sc
     groups = campaign.plan.groups
     console = ScanConsole(campaign, groups, screen)
     with catch_interruption() as interruption:
-        for finished in campaign.run_jobs(campaign.plan.jobs):
-            groups[finished.position] = groups[finished.position].with_result(finished.child, campaign.folder)
+        for finished in campaign.run_all(campaign.plan.planned_runs):
+            groups[finished.position] = groups[finished.position].with_result(finished.process_result, campaign.folder)
             console.show_group(finished.position, groups[finished.position], is_new=finished.is_new)
     campaign.result = ScanOutcome(groups=groups, damaged=campaign.plan.damaged)
     campaign.write()

@@ -28,7 +28,7 @@ from actor_init.spec import Dtype, UsageError
 from capture.facts import Setting
 from capture.file_format.atomic_write import write_atomically
 from capture.progress_bar import ProgressBar
-from replay.campaign.campaign import JOURNAL, Campaign, CampaignJob, catch_interruption
+from replay.campaign.campaign import JOURNAL, Campaign, PlannedRun, catch_interruption
 from replay.campaign.executor import Executor, open_executor
 from replay.campaign.result import CampaignResult
 from replay.commands.suite.inputs import SuiteInputs, prepare_inputs
@@ -122,11 +122,11 @@ class Suite:
                 Setting("continue_", folder), f": its inputs in {suite.inputs_folder} are gone", "Try: replay suite"
             )
         for training in suite.runnable:
-            finished = suite.campaign.find_finished(suite.job(training))
-            child = None if finished is None else finished.child
+            finished = suite.campaign.find_finished(suite.plan_run(training))
+            child = None if finished is None else finished.process_result
             # what a copy from the storage holds of a training that failed does not say why
             if child and (child.exit_code != 0 or isinstance(suite.curve_after(training, child), NoCurve)):
-                suite.campaign.forget(suite.job(training))
+                suite.campaign.forget(suite.plan_run(training))
         return suite
 
     @property
@@ -153,7 +153,7 @@ class Suite:
     def inputs_a_step(self) -> int:
         return count_inputs_per_step(self.plan)
 
-    def job(self, training: PlannedTraining) -> CampaignJob:
+    def plan_run(self, training: PlannedTraining) -> PlannedRun:
         """Return the training of a configuration."""
         begin = str(self.init_weights) if self.spec.save_init_weights else self.spec.init_weights
         spec = build_run_spec(
@@ -166,23 +166,23 @@ class Suite:
             # Ray Train keeps the states in its storage, whatever this folder is
             states=None if self.storage is None else Path(self.storage) / training.name / "states",
         )
-        return CampaignJob(home=f"runs/{training.name}", spec=spec, num_processes=training.num_processes)
+        return PlannedRun(home=f"runs/{training.name}", spec=spec, num_processes=training.num_processes)
 
     @property
-    def job_of_init_weights(self) -> CampaignJob:
+    def init_weights_run(self) -> PlannedRun:
         """Return the run that writes the weights with which all configurations begin."""
         spec = build_init_weights_spec(
             self.spec, inputs=self.inputs_folder, loss=self.inputs.loss, folder=self.init_weights
         )
-        return CampaignJob(home="runs/init-weights", spec=spec)
+        return PlannedRun(home="runs/init-weights", spec=spec)
 
     @property
     def curves(self) -> dict[str, LossCurve | NoCurve]:
         """Return the curves of the configurations that were trained, by name. Raises UsageError for a damaged file."""
-        finished_jobs = [(training, self.campaign.find_finished(self.job(training))) for training in self.runnable]
+        finished_runs = [(training, self.campaign.find_finished(self.plan_run(training))) for training in self.runnable]
         return {
-            training.name: self.curve_after(training, finished.child)
-            for training, finished in finished_jobs
+            training.name: self.curve_after(training, finished.process_result)
+            for training, finished in finished_runs
             if finished
         }
 
@@ -424,12 +424,12 @@ def resume(folder: Path, ray: RayOptions | None, plot: Path | None, screen: IO[s
         check_plot(plot)
     suite = Suite.read(folder)
     with open_executor(ray, count_ranks(suite.spec)) as executor:
-        suite.campaign.check_can_continue(executor, map(suite.job, suite.runnable))
+        suite.campaign.check_can_continue(executor, map(suite.plan_run, suite.runnable))
         return _run(suite, executor, plot, screen)
 
 
 def _run(suite: Suite, executor: Executor, plot: Path | None, screen: IO[str]) -> SuiteResult:
-    limits = RunLimits(run_seconds=suite.spec.run_limit, total_seconds=None, max_parallel=None)
+    limits = RunLimits(seconds_per_run=suite.spec.run_limit, total_seconds=None, max_parallel=None)
     suite.campaign.open(executor, limits, storage=suite.storage)
     console = SuiteConsole(suite, screen)
     curves = suite.curves
@@ -461,8 +461,8 @@ def _save_init_weights(suite: Suite, console: SuiteConsole) -> None:
     """Write the weights with which all configurations begin, unless they are there. Raises UsageError if that fails."""
     if suite.init_weights.exists():
         return
-    suite.campaign.forget(suite.job_of_init_weights)
-    if error := suite.campaign.run(suite.job_of_init_weights).error:
+    suite.campaign.forget(suite.init_weights_run)
+    if error := suite.campaign.run(suite.init_weights_run).error:
         raise UsageError(Setting("save_init_weights"), f": {error}")
     console.show_init_weights()
 
@@ -472,7 +472,7 @@ def _train(suite: Suite, training: PlannedTraining, *, is_first: bool) -> LossCu
 
     Raises UsageError for what the reference configuration refuses, since all others would refuse it too.
     """
-    child = suite.campaign.run(suite.job(training))
+    child = suite.campaign.run(suite.plan_run(training))
     if is_first and training.name == DDP and child.is_refusal:
         error = child.error
         suite.discard()

@@ -12,7 +12,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from replay.campaign.campaign import Campaign, CampaignJob
+from replay.campaign.campaign import Campaign, PlannedRun
 from replay.options.spec import InputOrder, ReplaySpec
 from replay.profiling.prediction import MOST_OF_PEAK, Cost, InputShape, PredictionErrors
 from replay.runlog.reader import read_run_below
@@ -64,7 +64,7 @@ def measure(
         measure=replace(spec.measure, noise_floor=False),
     )
     num_processes = num_data_ranks * spec.actor.parallel.tp * spec.actor.parallel.ring
-    child = campaign.run(CampaignJob(home="runs", spec=run, num_processes=num_processes))
+    child = campaign.run(PlannedRun(home="runs", spec=run, num_processes=num_processes))
     folder, run_file, records = read_run_below(child.logs)
     counting: dict[int, list[list[PassRecord]]] = {}
     for index, ranks in _whole_passes(records, num_processes):

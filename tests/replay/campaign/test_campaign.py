@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 from actor_init.spec import UsageError
-from replay.campaign.campaign import JOURNAL, Campaign, CampaignJob, catch_interruption
+from replay.campaign.campaign import JOURNAL, Campaign, PlannedRun, catch_interruption
 from replay.campaign.executor import ThisMachine
 from replay.options.spec import ReplaySpec
 from replay.processes.pool import Machine, ProcessResult, RunLimits, Task
 
-LIMITS = RunLimits(run_seconds=9.0, total_seconds=None, max_parallel=None)
+LIMITS = RunLimits(seconds_per_run=9.0, total_seconds=None, max_parallel=None)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,9 +26,9 @@ class ToyPlan:
     num_jobs: int
 
     @property
-    def jobs(self) -> list[CampaignJob]:
+    def planned_runs(self) -> list[PlannedRun]:
         return [
-            CampaignJob(
+            PlannedRun(
                 home=f"runs/{number}",
                 spec=replace(self.spec, inputs=replace(self.spec.inputs, skip_inputs=number, max_inputs=1)),
             )
@@ -53,7 +53,7 @@ class FakeMachine(ThisMachine):
 
     num_running = 0
 
-    def __call__(self, tasks: Any, *, until: float = math.inf) -> Iterator[tuple[int, ProcessResult]]:
+    def __call__(self, tasks: Any, *, start_deadline: float = math.inf) -> Iterator[tuple[int, ProcessResult]]:
         for position, task in tasks:
             if position == self.breaks_at:
                 raise KeyboardInterrupt
@@ -74,17 +74,17 @@ def begin_campaign(tmp_path: Path, num_jobs: int = 4) -> Campaign[ToyPlan]:
 
 
 def settle_all(
-    campaign: Campaign[ToyPlan], machine: FakeMachine, jobs: Sequence[CampaignJob] | None = None
+    campaign: Campaign[ToyPlan], machine: FakeMachine, jobs: Sequence[PlannedRun] | None = None
 ) -> dict[int, tuple[Any, ...]]:
     campaign.open(machine, LIMITS)
     results = {}
     with catch_interruption():
-        for finished in campaign.run_jobs(campaign.plan.jobs if jobs is None else jobs):
+        for finished in campaign.run_all(campaign.plan.planned_runs if jobs is None else jobs):
             results[finished.position] = (
-                finished.child.exit_code,
-                finished.child.seconds,
-                finished.child.logs,
-                finished.child.error,
+                finished.process_result.exit_code,
+                finished.process_result.seconds,
+                finished.process_result.logs,
+                finished.process_result.error,
             )
     return results
 
@@ -121,7 +121,7 @@ def test_a_line_that_was_cut_short_is_as_if_it_had_not_run_and_spoils_no_other(t
 def test_a_job_is_known_by_what_it_runs_and_not_by_where_its_files_lie(tmp_path: Path) -> None:
     campaign = begin_campaign(tmp_path)
     settle_all(campaign, FakeMachine())
-    job = campaign.plan.jobs[2]
+    job = campaign.plan.planned_runs[2]
     elsewhere = replace(job.spec, measure=replace(job.spec.measure, log_folder=Path("elsewhere")))
     known = [replace(job, home="other", spec=elsewhere)]
     others = [
@@ -200,7 +200,7 @@ def test_what_is_left_runs_where_the_rest_ran_and_a_whole_campaign_is_read_anywh
     campaign.machine, campaign.versions = machine, {**campaign.versions, **({"torch": torch} if torch else {})}
     campaign.write()
     again = Campaign.read("scan", campaign.folder, ToyPlan)
-    again.check_can_continue(ThisMachine(), again.plan.jobs[:3])
+    again.check_can_continue(ThisMachine(), again.plan.planned_runs[:3])
     with pytest.raises(UsageError) as refused:
-        again.check_can_continue(ThisMachine(), again.plan.jobs)
+        again.check_can_continue(ThisMachine(), again.plan.planned_runs)
     assert says in str(refused.value)

@@ -16,7 +16,7 @@ import pytest
 import replay
 from actor_init.spec import UsageError
 from replay.api.logs import PastCampaign
-from replay.campaign.campaign import JOURNAL, Campaign, CampaignJob
+from replay.campaign.campaign import JOURNAL, Campaign, PlannedRun
 from replay.command_line.cli import main
 from replay.commands.check_upgrade import checking
 from replay.commands.check_upgrade.result import UpgradeCheck, UpgradeResult
@@ -47,7 +47,7 @@ def environments(monkeypatch: pytest.MonkeyPatch) -> Begin:
     def begin(logs: Logs) -> list[str]:
         homes: list[str] = []
 
-        def run(campaign: Campaign[Any], job: CampaignJob) -> ProcessResult:
+        def run(campaign: Campaign[Any], job: PlannedRun) -> ProcessResult:
             homes.append(job.home)
             (campaign.folder / JOURNAL).touch()
             assert (job.python, job.repeat) == (PYTHONS["new" in job.home], "new" in job.home)
@@ -129,7 +129,7 @@ def test_both_replay_the_loss_that_the_job_noted(
     specs: list[MeasureSpec] = []
     run = Campaign.run
 
-    def run_and_note(campaign: Campaign[Any], job: CampaignJob) -> ProcessResult:
+    def run_and_note(campaign: Campaign[Any], job: PlannedRun) -> ProcessResult:
         specs.append(job.spec.measure)
         return run(campaign, job)
 

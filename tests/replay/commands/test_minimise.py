@@ -125,7 +125,7 @@ class Runs:
         # That of this process, and that of the replay, of each run.
         self.working_folders: list[tuple[Path, Path]] = []
 
-    def __call__(self, tasks: Any, *, until: float) -> Iterator[tuple[object, ProcessResult]]:
+    def __call__(self, tasks: Any, *, start_deadline: float) -> Iterator[tuple[object, ProcessResult]]:
         for key, task in tasks:
             yield key, self.child(task)
 

@@ -116,10 +116,10 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, run: Callable[[Task], ProcessResul
     """`run` is called by what takes the place of `run_children`."""
 
     def one_by_one(
-        tasks: Iterable[tuple[Any, Task]], *, until: float, running: list[Any], **_: Any
+        tasks: Iterable[tuple[Any, Task]], *, start_deadline: float, running: list[Any], **_: Any
     ) -> Iterator[tuple[Any, ProcessResult]]:
         for key, task in tasks:
-            if time.monotonic() <= until:
+            if time.monotonic() <= start_deadline:
                 yield key, run(task)
 
     monkeypatch.setattr(pool, "run_children", one_by_one)

@@ -383,7 +383,7 @@ class HereRunner:
         self.started: list[str] = []
         self.happens: dict[str, BaseException | int] = {}
 
-    def __call__(self, tasks: Any, *, until: float) -> Iterator[tuple[object, ProcessResult]]:
+    def __call__(self, tasks: Any, *, start_deadline: float) -> Iterator[tuple[object, ProcessResult]]:
         for key, task in tasks:
             yield key, self.child(task)
 

@@ -264,7 +264,7 @@ def test_cells_end_alone_and_their_files_come_home(cells: RayTaskRunner, tmp_pat
 
 def test_none_starts_after_the_time_is_up(cells: RayTaskRunner, tmp_path: Path) -> None:
     tasks = [cell(tmp_path, f"wait {number}", num_processes=4) for number in range(3)]
-    assert [what for what, _ in cells(tasks, until=time.monotonic())] in ([], ["wait 0"])
+    assert [what for what, _ in cells(tasks, start_deadline=time.monotonic())] in ([], ["wait 0"])
 
 
 @contextmanager

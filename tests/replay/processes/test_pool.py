@@ -214,7 +214,7 @@ def test_after_a_time_none_begins(programs: Programs, monkeypatch: pytest.Monkey
         return start(task, gpus)
 
     monkeypatch.setattr(RunningTask, "start", late)
-    assert [name for name, _ in run_children(tasks, at_once=1, until=60.0)] == ["a"]
+    assert [name for name, _ in run_children(tasks, at_once=1, start_deadline=60.0)] == ["a"]
 
 
 def test_the_port_of_the_ranks_is_taken_before_they_begin(programs: Programs) -> None:
