@@ -11,8 +11,11 @@ from torch._dynamo.utils import counters
 from actor_init.option_words import Compile, CompileLengths, UsageError
 from capture.facts import Setting
 
-# Dynamo's names of all arguments of a block's forward, except self; those of a loss begin with `loss_`.
-BLOCK_ARGUMENTS = r"L\['(?!self'\]|loss_).*"
+# Dynamo's names of all arguments of a block's forward, except self; those of a loss begin with `loss_`. What is inside
+# a mask of flex attention is left to torch, which makes a symbol of what it saw change: else windows and sizes of
+# blocks, constants in a job's kernel, would be symbols too. `mask_mod` and capitals are arguments of torch's maker of
+# masks.
+BLOCK_ARGUMENTS = r"L\['(?!self'\]|loss_|mask_mod'\]|[A-Z])(?!.*attention_mask'\]\.(?!_base)).*"
 # Dynamo's default of 8 would leave layers uncompiled where each has a graph of its own.
 MAX_GRAPHS_PER_BLOCK = 64
 ResultT = TypeVar("ResultT")

@@ -63,6 +63,7 @@ class Attention(StrEnum):
     FLASH = "flash"
     CUDNN = "cudnn"
     VARLEN = "varlen"
+    FLEX = "flex"
     SDPA = "sdpa"
     EAGER = "eager"
 

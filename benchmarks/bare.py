@@ -117,7 +117,7 @@ def main() -> None:
     parser.add_argument("--num-layers", type=int)
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--compile", action="store_true")
-    parser.add_argument("--attention", default="sdpa")
+    parser.add_argument("--attention", default="sdpa", help="transformers' name, as flex_attention")
     parser.add_argument("--engine", choices=ENGINES, default="fsdp2")
     parser.add_argument("--lora", type=Path, help="train an adapter, and save it in this folder")
     parser.add_argument("--passes", type=int, default=12)

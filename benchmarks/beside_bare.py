@@ -16,6 +16,7 @@ from pathlib import Path
 
 import torch
 
+from actor_init.declarations.attention import find_kernel
 from actor_init.world import World
 from benchmarks import bare
 from benchmarks.harness import Answers, Column, Contestant, Sample, alternate, make_parser, table
@@ -37,13 +38,16 @@ def main() -> int:
     parser.add_argument("--model", required=True, help=bare.MODEL_HELP)
     parser.add_argument("--num-layers", type=int)
     parser.add_argument("--tokens", type=int, default=8192)
-    parser.add_argument("--attention", default="sdpa")
+    parser.add_argument(
+        "--attention", default="sdpa", help="a word of the replay's; the bare loop has transformers' name"
+    )
     parser.add_argument("--engine", choices=bare.ENGINES, default="fsdp2")
     parser.add_argument("--lora", action="store_true", help="both train an adapter of rank 16 on every linear layer")
     parser.add_argument("--passes", type=int, default=4, help="measured passes a block")
     parser.add_argument("--warmup", type=int, default=2, help="passes before them")
     given, replay_arguments = parser.parse_known_args()
     config = bare.read_config(given.model, given.num_layers)
+    kernel = find_kernel(given.attention).job_names[0]
     with tempfile.TemporaryDirectory() as folder:
         inputs = Path(folder) / "inputs"
         write_inputs(inputs, num_tokens=given.tokens, vocabulary=config.vocab_size, count=1)
@@ -60,7 +64,7 @@ def main() -> int:
 
             def build_bare() -> Side:
                 is_compiled = given.form == "compiled"
-                run_bare, clear = bare.build(config, given.attention, is_compiled, world.device, given.engine, adapter)
+                run_bare, clear = bare.build(config, kernel, is_compiled, world.device, given.engine, adapter)
                 ids = torch.randint(config.vocab_size, (1, given.tokens), device=world.device)
 
                 def run() -> tuple[float, int]:

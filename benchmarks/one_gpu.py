@@ -62,8 +62,8 @@ def list_questions(scale: Scale, inputs: Path, work: Path) -> Iterator[Question]
             ("llama-3.1-8b", 32, 8192),
         ):
             sizes = f"{scale.choose_model(name, num_layers)} --tokens {scale.limit_tokens(num_tokens)}"
-            # transformers has no sdpa for attention with sinks.
-            kernel = "--attention eager" if name.startswith("gpt-oss") else ""
+            # transformers has no sdpa for attention with sinks, and flex has no backward on a CPU.
+            kernel = f"--attention {'eager' if scale.tiny else 'flex'}" if name.startswith("gpt-oss") else ""
             line = f"{bare} {sizes} --form {form} {kernel}"
             yield Question(name=f"bare: {name}, {form}", seconds=150, line=line)
         llama = f"{scale.choose_model('llama-3.1-8b', 16)} --tokens {scale.tokens}"

@@ -3,8 +3,8 @@
     with see_exactly(MaskTable(visible_BSS=table)):
         backend.forward(inputs, train_mode=True)
 
-For kernels that read masks, sdpa and eager. A model that makes its masks without transformers' functions sees what it
-would see anyway: whoever uses this has to check by a table of what the model should see that the table is read.
+For kernels that read masks: sdpa, eager and flex. A model that makes its masks without transformers' functions sees
+what it would see anyway: whoever uses this has to check by a table of what the model should see that the table is read.
 
 Shape letters: B rows, S tokens a row, twice: queries and keys.
 """

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, device
-from transformers import AttentionInterface, PretrainedConfig
+from transformers import AttentionInterface, AttentionMaskInterface, PretrainedConfig
 
 from actor_init.attention.kernels import register
 from actor_init.attention.ring_split import has_sliding_window
@@ -79,9 +79,19 @@ def _measure_row_error(kernel: AttentionKernel, where: device, lengths: tuple[in
     module = SimpleNamespace(num_key_value_groups=H // K, is_causal=True, training=True)
 
     def run_packed(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        mask, options = (visible_TT[None, None], {}) if kernel.packed.reads_mask else (None, packed_options)
+        mask, options = (make_mask(), {}) if kernel.packed.reads_mask else (None, packed_options)
         out: Tensor = call(module, query, key, value, mask, scaling=head_dim**-0.5, **options)[0]
         return out
+
+    def make_mask() -> Any:
+        return AttentionMaskInterface()[kernel.packed.name](
+            batch_size=1,
+            q_length=num_tokens,
+            kv_length=num_tokens,
+            mask_function=lambda row, head, query, key: visible_TT[query, key],
+            allow_is_causal_skip=False,
+            device=where,
+        )
 
     def run_padded(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         assert kernel.padded is not None

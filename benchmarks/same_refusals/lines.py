@@ -146,6 +146,7 @@ REPLAY = """
     --dtype fp16
     --attention flash
     --attention cudnn
+    --attention flex
     --optimizer none --zero-stage 2
     --load-state nowhere
     --load-state state

@@ -20,7 +20,7 @@ class RunOptions(TypedDict, total=False):
     packing: bool | None
     pad_to: Literal["own", "longest"] | None
     pad_tokens: str | None
-    attention: Literal["auto", "flash", "cudnn", "varlen", "sdpa", "eager"] | None
+    attention: Literal["auto", "flash", "cudnn", "varlen", "flex", "sdpa", "eager"] | None
     flash_attn: bool | None
     no_flash_attn: bool | None
     head: Literal["auto", "whole", "chunks", "liger"] | None

@@ -90,7 +90,8 @@ def choose_job_kernel(
         return ChosenAttention(
             word=Attention.AUTO, why=f"{instead}; {config.model_type} does not take the job's {job_word}"
         )
-    if on_cuda and kernel.packed.reads_mask and spec.packs and _is_padded(first_call):
+    computes_all_pairs = kernel.packed.reads_mask and not kernel.packed.skips_blocks
+    if on_cuda and computes_all_pairs and spec.packs and _is_padded(first_call):
         why = f"{instead}; the job's {job_word} had padded rows, and packed ones need a mask of all pairs of tokens"
         return ChosenAttention(word=Attention.AUTO, why=why)
     return ChosenAttention(word=kernel.word, why=f"as the job's {job_word}" if on_cuda else "")

@@ -145,7 +145,8 @@ def make_rounding_variant(
     actor = replace(spec.actor, dtype=dtype)
     can_change = has_another_kernel(actor, keeps_kernel=keeps_kernel)
     chosen = _find_chosen_kernel(spec)
-    kernel = Attention.EAGER if chosen in (Attention.AUTO, Attention.SDPA) else Attention.SDPA
+    is_sdpa = chosen in (Attention.AUTO, Attention.SDPA)
+    kernel = Attention.EAGER if is_sdpa or not has_sdpa(spec.source.config) else Attention.SDPA
     actor = replace(actor, attention=kernel if can_change else chosen)
     if can_change and kernel == Attention.EAGER and _estimate_score_bytes(spec, passes) > MOST_SCORE_BYTES:
         actor = replace(actor, gradient_checkpointing=True)

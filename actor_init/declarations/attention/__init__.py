@@ -4,7 +4,7 @@ from collections import ChainMap
 from collections.abc import Collection, Iterator
 from typing import Any
 
-from actor_init.declarations.attention import cudnn, flash, plain, varlen
+from actor_init.declarations.attention import cudnn, flash, flex, plain, varlen
 from actor_init.declarations.attention.auto import RING_WITH_CUDNN, WITH_CUDNN
 from actor_init.declarations.attention.declaration import AttentionForm, AttentionKernel
 from actor_init.option_words import Attention, UsageError
@@ -15,6 +15,7 @@ KERNELS: dict[str, AttentionKernel] = {
         flash.FLASH,
         cudnn.CUDNN,
         varlen.VARLEN,
+        flex.FLEX,
         plain.SDPA,
         plain.EAGER,
     )

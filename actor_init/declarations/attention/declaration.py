@@ -79,7 +79,8 @@ class AttentionForm:
     function               "module:function" with transformers' attention signature; empty: transformers has one
     mask_function          "module:function" that makes the masks; empty: transformers has one for the name, or the
                            form reads no mask
-    reads_mask             it reads a mask of all pairs of tokens, which alone keeps packed documents apart
+    reads_mask             it reads a mask of pairs of tokens, which alone keeps packed documents apart
+    skips_blocks           what the mask hides costs nothing, as in flex attention; else all pairs are computed
     allows_padding_between_tokens  rows may have padding between their real tokens
     plan_calls             returns the calls that the library plans; None: it plans none
     is_expected_on_gpu     on a GPU `replay diagnose` does not explain why auto chose it and not flash-attn
@@ -91,6 +92,7 @@ class AttentionForm:
     function: str = ""
     mask_function: str = ""
     reads_mask: bool = False
+    skips_blocks: bool = False
     allows_padding_between_tokens: bool = True
     plan_calls: PlanCalls | None = None
     is_expected_on_gpu: bool = False

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from actor_init.adapters import add_adapter
+from actor_init.declarations.attention.plain import has_sdpa
 from actor_init.model import ModelSource, build_on_meta, configure_model, materialise
 from actor_init.optimizer import TORCH_DTYPES
 from actor_init.spec import ActorSpec, Attention, Dtype
@@ -91,7 +92,7 @@ def compute_plain_answer(
 
 def _build_plain_model(spec: ActorSpec, source: ModelSource, device: torch.device, on_progress: OnProgress) -> Any:
     dtype = torch.float32 if spec.dtype is Dtype.FP16 else TORCH_DTYPES[spec.dtype]
-    kernel = "eager" if spec.attention == Attention.EAGER else "sdpa"
+    kernel = "sdpa" if spec.attention != Attention.EAGER and has_sdpa(source.config) else "eager"
     model = build_on_meta(source.config, attention=kernel, dtype=dtype)
     add_adapter(model, source.adapter)
     materialise(model, source.weights, device, on_progress=on_progress)

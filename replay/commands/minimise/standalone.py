@@ -199,7 +199,7 @@ def _format_script(spec: ReplaySpec, failure: ReplayFailure, *, has_weights: boo
     own_loss = USER_LOSS_PATTERN.fullmatch(spec.measure.loss)
     is_number = failure.kind in JOB_DIFFERENCES
     imports = ["import sys", "from pathlib import Path", *(["from types import SimpleNamespace"] if own_loss else [])]
-    attention = "eager" if spec.actor.attention == Attention.EAGER else "sdpa"
+    attention = "eager" if spec.actor.attention in (Attention.EAGER, Attention.FLEX) else "sdpa"
     head = _SCRIPT_HEAD.format(
         text=failure.text.replace("\\", "/").replace('"', "'")[:400],
         imports="\n".join(imports) + "\n",

@@ -24,12 +24,13 @@ def compute_logits(
     model: AutoModelForCausalLM, table: MaskTable | None = None, mask_BS: Tensor | None = None
 ) -> Tensor:
     ids_BS = torch.arange(3, 3 + LENGTH)[None]
-    with torch.no_grad(), see_exactly(table):
+    with torch.no_grad(), torch.compiler.set_stance("force_eager"), see_exactly(table):
         logits: Tensor = model(input_ids=ids_BS, attention_mask=mask_BS).logits
     return logits
 
 
-@pytest.mark.parametrize("kernel", ["sdpa", "eager"])
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("kernel", ["sdpa", "eager", "flex_attention"])
 def test_the_usual_table_changes_nothing_and_another_does(kernel: str) -> None:
     model = make_model(kernel)
     usual = compute_logits(model)

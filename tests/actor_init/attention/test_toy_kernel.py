@@ -106,7 +106,7 @@ def test_help_lists_it() -> None:
         check=True,
     )
     words = " ".join(done.stdout.split())
-    assert "--attention auto|flash|cudnn|varlen|sdpa|eager|toy" in words
+    assert "--attention auto|flash|cudnn|varlen|flex|sdpa|eager|toy" in words
 
 
 def test_without_its_entry_nobody_knows_it() -> None:

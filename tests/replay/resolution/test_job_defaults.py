@@ -77,7 +77,6 @@ def test_what_was_typed_stays() -> None:
     [
         (job(attention="flash_attention_2"), CPU, "what a CPU has; of the job's flash_attention_2: flash-attn has no"),
         (job(attention="flash_attention_3"), CUDA, "the job's flash_attention_3 is not known here"),
-        (job(attention="flex_attention"), CUDA, "the job's flex_attention is not known here"),
         (job(attention="sdpa"), CUDA, "the job's sdpa had padded rows, and packed ones need a mask"),
         (job(), CUDA, "the captures do not name the job's"),
         (None, CUDA, "the captures do not name the job's"),
