@@ -5,8 +5,8 @@
 
 The question is what `side_by_side` asks of the replay: how much faster are packed rows? These loops have nothing of the
 replay: FSDP2 over fp32 masters that stay gathered, bf16 compute, whole logits, a mean cross entropy of every real token
-but the first. Padded: sdpa, eager. Packed, on a GPU: flash attention, blocks and loss compiled for any length, Liger's
-RMSNorm and SwiGLU. A third series, padded again, is the control.
+but the first. Padded: sdpa, eager. Packed: blocks and loss compiled for any length; on a GPU, flash attention. A third
+series, padded again, is the control.
 """
 
 from collections.abc import Callable
@@ -69,11 +69,6 @@ def main() -> int:
 def build(config: Any, *, packs: bool, device: torch.device) -> Callable[[Rows], None]:
     """Return a function that runs forward and backward over rows, and clears the gradients."""
     on_gpu = device.type == "cuda"
-    if packs and on_gpu:
-        from liger_kernel.transformers import apply_liger_kernel_to_llama
-
-        # Its rope would be the padded model's too.
-        apply_liger_kernel_to_llama(rope=False, rms_norm=True, swiglu=True, fused_linear_cross_entropy=False)
     with device:
         attention = "flash_attention_2" if packs and on_gpu else "sdpa"
         model: Any = AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=torch.float32)
