@@ -70,14 +70,17 @@ def make_optimizer(
 def _make_declared_optimizer(
     spec: ActorSpec, parameters: NamedParameters, outer: frozenset[str], groups: Sequence[ParameterGroup]
 ) -> Optimizer:
-    members: dict[str, list[dict[str, Any]]] = {}
+    members: dict[tuple[str, bool], list[dict[str, Any]]] = {}
     for number, group in enumerate(groups or _group_by_spec(spec, parameters, outer)):
         filled = [{**options, GROUP_NUMBER: number} for options in _fill_group(group, parameters)]
-        members.setdefault(group.family, []).extend(filled)
+        members.setdefault((group.family, group.is_fused), []).extend(filled)
     grouped = {name for group in groups for name in group.names}
     if groups and (missing := [name for name, _ in parameters if name not in grouped]):
         raise UsageError("the job's optimizer", f"has no {missing[0]}, which is trained here")
-    optimizers = [_make_member(find_optimizer(word), member_groups) for word, member_groups in members.items()]
+    optimizers = [
+        _make_member(find_optimizer(word), member_groups, is_fused=is_fused)
+        for (word, is_fused), member_groups in members.items()
+    ]
     return optimizers[0] if len(optimizers) == 1 else CombinedOptimizer(optimizers)
 
 
@@ -123,7 +126,9 @@ def find_engine_class(declaration: OptimizerDeclaration) -> type[Optimizer]:
     return found
 
 
-def _make_member(declaration: OptimizerDeclaration, groups: Iterable[Mapping[str, Any]]) -> Optimizer:
+def _make_member(
+    declaration: OptimizerDeclaration, groups: Iterable[Mapping[str, Any]], *, is_fused: bool
+) -> Optimizer:
     engine = find_engine_class(declaration)
     accepted = inspect.signature(engine).parameters
     # Another package's class of the same family may lack a setting. Without it the step is that of the setting's
@@ -138,7 +143,8 @@ def _make_member(declaration: OptimizerDeclaration, groups: Iterable[Mapping[str
     is_sharded = any(isinstance(parameter, DTensor) for group in kept for parameter in group["params"])
     if is_sharded and not (declaration.is_elementwise and engine.__module__.startswith("torch.")):
         return WholeParameterOptimizer(engine, kept)
-    if declaration.has_fused and torch.cuda.is_available():
+    # On a CPU the fused kernel rounds otherwise than the others, so there it follows the job's.
+    if declaration.has_fused and (is_fused or torch.cuda.is_available()):
         return engine(kept, fused=True)  # type: ignore[call-arg]
     # Torch steps DTensors one by one unless it is told otherwise, and each operation on one takes longer than its
     # arithmetic. The foreach functions do the same arithmetic in a few operations.

@@ -91,6 +91,7 @@ def find_followed_steps(
                 family=family.word,
                 settings=_read_settings(family, group_lists[0][places[0]], actor, with_typed=True),
                 names=member_names,
+                is_fused=group_lists[0][places[0]].get("fused") is True,
             )
             for family, places, member_names in zip(families, group_places, members, strict=True)
         ],

@@ -81,7 +81,7 @@ class OptimizerDeclaration:
     recognise       tells whether a job's group was stepped as this family steps
     state           names of what it keeps of a parameter, but for the count: a set for each kind of parameter
     moments         bytes of state for each parameter, from the first step on; None: less than a hundredth
-    has_fused       the class has torch's fused kernel on CUDA
+    has_fused       the class has torch's fused kernel
     is_elementwise  an element's step depends on that element alone, so it is the same in any shard
     step_dtype      what it rounds a step to, where that is coarser than the weights; empty: nothing
     companion       the word of the family that steps on what `steps_matrices` leaves out
@@ -151,8 +151,10 @@ class ParameterGroup:
     family    a word of --optimizer
     settings  keyword arguments of the family's class
     names     the parameters' names in the replay
+    is_fused  the job stepped them with torch's fused kernel
     """
 
     family: str
     settings: Mapping[str, Any]
     names: frozenset[str]
+    is_fused: bool = False

@@ -56,6 +56,21 @@ def test_three_steps_are_those_of_the_class_itself(word: str) -> None:
         assert torch.equal(found[name], weight) or torch.cuda.is_available(), name
 
 
+@pytest.mark.parametrize("is_fused", [True, False])
+def test_a_job_that_stepped_with_the_fused_kernel_is_followed_with_it(is_fused: bool) -> None:
+    torch.manual_seed(0)
+    model = SmallModel()
+    expected = take_steps(model, [torch.optim.AdamW(model.parameters(), lr=RATE, fused=is_fused)])
+    torch.manual_seed(0)
+    model = SmallModel()
+    named = list_named_parameters(model)
+    names = frozenset(name for name, _ in named)
+    group = ParameterGroup(family="adamw", settings={"lr": RATE}, names=names, is_fused=is_fused)
+    found = take_steps(model, [make_optimizer(make_spec("adamw"), named, groups=[group])])
+    # The same kernel on the same numbers: not one bit may differ. The other one differs in the last bits.
+    assert all(torch.equal(found[name], weight) for name, weight in expected.items()) or torch.cuda.is_available()
+
+
 @pytest.mark.slow
 def test_in_shards_of_two_ranks_each_family_steps_as_on_whole_parameters() -> None:
     words = ["adamw", "adam", "sgd", "adafactor", "transformers-adafactor", "muon"]

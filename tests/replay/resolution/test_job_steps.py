@@ -40,6 +40,12 @@ def test_each_step_has_the_settings_that_it_had_in_the_job() -> None:
     assert (followed.optimizer, followed.groups[0].names, followed.why_no_more) == ("adamw", frozenset(NAMES), "")
 
 
+@pytest.mark.parametrize("is_fused", [True, False, None])
+def test_a_job_with_the_fused_kernel_is_followed_with_it(is_fused: bool | None) -> None:
+    [group] = follow(make_window(0, {"lr": 0.5, "fused": is_fused})).groups
+    assert group.is_fused is (is_fused is True)
+
+
 def test_what_was_typed_is_not_the_jobs() -> None:
     followed = follow(make_window(0, {"lr": 0.5}), learning_rate=0.1, beta1=0.5)
     # The optimizer has had them from the beginning.
