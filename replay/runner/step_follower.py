@@ -13,7 +13,6 @@ from torch import Tensor
 
 from actor_init.backends.protocol import Backend
 from actor_init.declarations.backends import find_backend_declaration
-from actor_init.model import count_parameters
 from actor_init.optimizer import TORCH_DTYPES
 from actor_init.world import World
 from capture.file_format.optimizer_step import ParameterSamples
@@ -50,8 +49,11 @@ class StepFollower:
     why_stopped: str = ""
     num_taken: int = 0
     largest_state_bytes: int = 0
-    read_memory: Callable[[ResolvedReplay, World], tuple[int, int | None]] = field(
-        default=lambda spec, world: (_predict_state_bytes(spec, world), _read_free_bytes(world.device))
+    read_memory: Callable[[ResolvedReplay, World, Backend], tuple[int, int | None]] = field(
+        default=lambda spec, world, backend: (
+            _predict_state_bytes(spec, world, backend),
+            _read_free_bytes(world.device),
+        )
     )
     # The backend's count of steps when the actor was opened: a state that was loaded has counted some.
     _first_num_steps: int | None = field(default=None, init=False)
@@ -71,7 +73,7 @@ class StepFollower:
             return replace(inputs, step_timing=StepTiming.MEASURED, step_settings=settings)
         if settings is None or self.why_stopped:
             return inputs
-        if not self.num_steps and (why := self._explain_lack_of_memory()) is not None:
+        if not self.num_steps and (why := self._explain_lack_of_memory(backend)) is not None:
             self.why_stopped = why
             return inputs
         settings = replace(settings, needs_finite=True)
@@ -169,9 +171,9 @@ class StepFollower:
         size = f"{format_gibibytes(self.largest_state_bytes)} GiB, which no peak here holds"
         return [("stepped", f"as the job, {taken}, besides the passes; the optimizer's state took {size}{stopped}")]
 
-    def _explain_lack_of_memory(self) -> str | None:
+    def _explain_lack_of_memory(self, backend: Backend) -> str | None:
         """Say that the optimizer's state would leave too little memory on some rank. All ranks must call this."""
-        needed, free = self.read_memory(self.spec, self.world)
+        needed, free = self.read_memory(self.spec, self.world, backend)
         lacks = self.world.gather(free is not None and needed > MOST_OF_FREE_MEMORY * free)
         if not any(lacks):
             return None
@@ -179,13 +181,13 @@ class StepFollower:
         return f"the optimizer's state needs {sizes}. Try: --step"
 
 
-def _predict_state_bytes(spec: ResolvedReplay, world: World) -> int:
+def _predict_state_bytes(spec: ResolvedReplay, world: World, backend: Backend) -> int:
     """Predict how many bytes a rank's optimizer will keep of its steps."""
     declaration = find_backend_declaration(spec.actor.backend)
     holding = declaration.predict_memory(spec.actor, True)
     share_elsewhere = 1 - 1 / world.num_data_ranks
     per_parameter = holding.total.moments - share_elsewhere * holding.partitioned.moments
-    return int(count_parameters(spec.source.config) / spec.actor.parallel.tp * per_parameter)
+    return int(int(backend.facts()["num_parameters"]) / spec.actor.parallel.tp * per_parameter)
 
 
 def _read_free_bytes(device: torch.device) -> int | None:
