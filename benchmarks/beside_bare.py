@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from actor_init.declarations.attention import find_kernel
+from actor_init.declarations.attention import KERNELS
 from actor_init.world import World
 from benchmarks import bare
 from benchmarks.harness import Answers, Column, Contestant, Sample, alternate, make_parser, table
@@ -38,8 +38,9 @@ def main() -> int:
     parser.add_argument("--model", required=True, help=bare.MODEL_HELP)
     parser.add_argument("--num-layers", type=int)
     parser.add_argument("--tokens", type=int, default=8192)
+    words = [word for word, kernel in KERNELS.items() if kernel.job_names]
     parser.add_argument(
-        "--attention", default="sdpa", help="a word of the replay's; the bare loop has transformers' name"
+        "--attention", choices=words, default="sdpa", help="the bare loop has transformers' name for it"
     )
     parser.add_argument("--engine", choices=bare.ENGINES, default="fsdp2")
     parser.add_argument("--lora", action="store_true", help="both train an adapter of rank 16 on every linear layer")
@@ -47,7 +48,7 @@ def main() -> int:
     parser.add_argument("--warmup", type=int, default=2, help="passes before them")
     given, replay_arguments = parser.parse_known_args()
     config = bare.read_config(given.model, given.num_layers)
-    kernel = find_kernel(given.attention).job_names[0]
+    kernel = KERNELS[given.attention].job_names[0]
     with tempfile.TemporaryDirectory() as folder:
         inputs = Path(folder) / "inputs"
         write_inputs(inputs, num_tokens=given.tokens, vocabulary=config.vocab_size, count=1)

@@ -11,8 +11,10 @@ from pathlib import Path
 import pytest
 
 import benchmarks.questions
+from actor_init.declarations.attention import KERNELS
 from benchmarks.__main__ import BENCHMARKS
 from benchmarks.harness import ROOT, Answers, Column, Ended, Sample, alternate, run, table
+from benchmarks.one_gpu import Scale, list_questions
 from benchmarks.questions import Question, ask, make_campaign_parser
 from benchmarks.verdict_cost.parts import FLOORS, PARTS, REST, Stopwatch, find_owner
 
@@ -110,6 +112,14 @@ def test_each_part_of_a_replay_that_is_timed_is_there(target: str) -> None:
     import_module(target.partition(":")[0])
     owner, name = find_owner(target)
     assert name in vars(owner)
+
+
+@pytest.mark.parametrize(("tiny", "kernel"), [(None, "flex"), (Path("tiny.json"), "eager")])
+def test_a_model_with_sinks_has_flex_attention_on_a_gpu_on_both_sides(tiny: Path | None, kernel: str) -> None:
+    questions = list_questions(Scale(tiny=tiny), Path("inputs"), Path("work"))
+    lines = [question.line for question in questions if question.name.startswith("bare: gpt-oss")]
+    assert [f"--attention {kernel}" in line for line in lines] == [True, True]
+    assert KERNELS["flex"].job_names[0] == "flex_attention"  # what the bare loop is built with
 
 
 def test_questions_that_ended_are_not_asked_again_and_one_that_the_total_cut_off_is(

@@ -10,7 +10,7 @@ from actor_init.option_words import Attention, Dtype
 from capture.facts import Setting
 
 CUDA = ("cuda",)
-EAGER, SDPA = (Setting("attention", word) for word in (Attention.EAGER, Attention.SDPA))
+EAGER, FLEX, SDPA = (Setting("attention", word) for word in (Attention.EAGER, Attention.FLEX, Attention.SDPA))
 ON_CUDA = f"{SDPA}, or on a CUDA machine pip install -e '.[cuda]' and {Setting('dtype', Dtype.BF16)}"
 
 
@@ -33,7 +33,7 @@ FLASH_ATTN = KernelLimits(
     has_fp32=False,
     advice=ON_CUDA,
     missing_features={"s_aux": "attention sinks"},
-    refusal=f"flash-attn has no attention sinks, which this model needs. Try: {EAGER}",
+    refusal=f"flash-attn has no attention sinks, which this model needs. Try: {FLEX}, or {EAGER}",
 )
 RING_FLASH_ATTN = KernelLimits(
     title="ring-flash-attn",

@@ -3,14 +3,19 @@
 import math
 import tomllib
 from collections.abc import Sequence
+from typing import Any, cast
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from transformers import GptOssConfig, LlamaConfig, PretrainedConfig
 
 from actor_init.inputs.documents import find_documents
 from actor_init.inputs.packing import prepare_inputs
+from actor_init.model import ModelSource
+from actor_init.spec import ActorSpec, Attention, Dtype
+from actor_init.weights import ignore_progress
 from capture.file_format.micro_batch import IGNORED_LABEL, MicroBatch, Origin
 from replay.commands.diagnose import reference_losses
 from replay.commands.diagnose.checks import (
@@ -38,6 +43,31 @@ def batch_of(ids: Sequence[Sequence[int]], **changes: object) -> MicroBatch:
         origin=Origin(source="made"),
         **changes,  # type: ignore[arg-type]
     )
+
+
+@pytest.mark.parametrize(
+    ("config", "attention", "kernel"),
+    [
+        (LlamaConfig(), Attention.FLEX, "sdpa"),
+        (GptOssConfig(), Attention.FLEX, "eager"),
+        (LlamaConfig(), Attention.EAGER, "eager"),
+    ],
+)
+def test_the_plain_model_has_a_kernel_that_its_class_has(
+    config: PretrainedConfig, attention: Attention, kernel: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    built: list[str] = []
+
+    def build(config: PretrainedConfig, *, attention: str, dtype: torch.dtype) -> nn.Module:
+        built.append(attention)
+        return nn.Identity()
+
+    monkeypatch.setattr(reference_losses, "build_on_meta", build)
+    monkeypatch.setattr(reference_losses, "materialise", lambda *args, **options: None)
+    source = ModelSource(config=config, weights=cast(Any, None), name="")
+    spec = ActorSpec(attention=attention, dtype=Dtype.FP32)
+    reference_losses._build_plain_model(spec, source, torch.device("cpu"), ignore_progress)
+    assert built == [kernel]
 
 
 @pytest.mark.parametrize(

@@ -272,6 +272,13 @@ def test_options_that_need_each_other_are_not_tried_apart() -> None:
         candidate.with_option("--optimizer", "none")
 
 
+@pytest.mark.parametrize(("kernel", "name"), [("flash", "sdpa"), ("flex", "eager"), ("eager", "eager")])
+def test_a_standalone_script_has_a_kernel_that_its_model_has_on_a_cpu(kernel: str, name: str) -> None:
+    """Flex attention is what models without sdpa are trained with."""
+    script = _format_script(spec_of(["--attention", kernel, "--dtype", "bf16"]), FAILURE, has_weights=False)
+    assert f'"{name}"' in next(line for line in script.splitlines() if "attn_implementation" in line)
+
+
 @pytest.mark.parametrize("names", [["gradient"], ["gradient", "activation"]])
 def test_a_standalone_script_checkpoints_under_the_name_that_its_transformers_knows(names: Sequence[str]) -> None:
     """4.57 has the older name alone, and 5.23 warns of it."""

@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import pytest
 import torch
-from transformers import LlamaConfig
+from transformers import GptOssConfig, LlamaConfig, PretrainedConfig
 
 from actor_init.spec import ActorSpec, Attention, Dtype, ParallelSpec
 from capture import recording
@@ -155,6 +155,15 @@ def test_scores_of_the_eager_kernel_are_computed_again_only_where_they_are_many(
     variant = make_rounding_variant(spec, passes, cast(Any, None), has_dropout=False, keeps_kernel=False)
     assert variant.actor.attention == Attention.EAGER
     assert variant.actor.gradient_checkpointing is recomputes
+
+
+@pytest.mark.parametrize(("config", "other"), [(LlamaConfig(), Attention.SDPA), (GptOssConfig(), Attention.EAGER)])
+def test_flex_attention_is_held_against_a_kernel_that_the_model_has(config: PretrainedConfig, other: str) -> None:
+    spec = make_resolved("cuda", attention=Attention.FLEX)
+    spec.source.config = config
+    passes = [PassEvidence(record(0), None, ReplayedPass())]
+    variant = make_rounding_variant(spec, passes, cast(Any, None), has_dropout=False, keeps_kernel=False)
+    assert variant.actor.attention == other
 
 
 @pytest.mark.parametrize(
