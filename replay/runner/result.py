@@ -31,8 +31,8 @@ from replay.runner import rounding_floor
 from replay.runner.notes import list_notes
 from replay.runner.optimizer_state import count_loaded_steps
 from replay.runner.out_of_memory import OutOfMemory
-from replay.runner.own_gradients import measure_own_gradients
 from replay.runner.rounding_floor import RunRepeater
+from replay.runner.single_pass_gradients import measure_single_pass_gradients
 from replay.runner.trials import run_trials
 from replay.tolerances.job_bounds import NoiseFloor
 from replay.verdict.causes.trial import TrialReport
@@ -192,7 +192,7 @@ def make_verdict_settings(
         num_layers=source.config.get_text_config().num_hidden_layers,
         num_data_ranks=world.num_data_ranks,
         grad_accumulation=spec.actor.num_accumulated,
-        steps=spec.actor if spec.measure.steps else None,
+        step_spec=spec.actor if spec.measure.steps else None,
         follows_frozen=bool(source.frozen_later),
         is_dtype_typed=spec.find_chooser("actor.dtype") is ChosenBy.TYPED,
         is_custom=spec.actor.is_custom,
@@ -268,12 +268,12 @@ def conclude(
         if report is not None:
             verdict = judged_run.find_causes(report)
             remarks = [*remarks, *describe_trials(report)]
-        own_gradients, why_not = measure_own_gradients(repeater, passes, verdict)
+        single_pass_gradients, why_not = measure_single_pass_gradients(repeater, passes, verdict)
         if why_not is not None:
             remarks = [*remarks, ("no trial", why_not)]
-        if own_gradients:
-            verdict = judged_run.find_causes(report, own_gradients)
-            number = pluralise(len(own_gradients), "pass")
+        if single_pass_gradients:
+            verdict = judged_run.find_causes(report, single_pass_gradients)
+            number = pluralise(len(single_pass_gradients), "pass")
             remarks = [*remarks, ("also ran", f"{number} of one window, each alone, for its own gradient")]
     recording_remarks: Sequence[RecordingRemark] | None = None
     if not is_resumed:

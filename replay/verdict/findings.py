@@ -55,7 +55,7 @@ class VerdictSettings:
     is_dtype_typed    it was typed, whatever the job computed in
     is_custom         the model is a user's own, whose weights come from --weights; those of others come from --model
     lacks_weights     the model is a user's own, and its weights are random, since --weights was not given
-    steps             the replay updates its weights (--step), with the optimizer of this spec
+    step_spec         the spec of the optimizer with which the replay updates its weights; None: it takes no steps
     loaded_counts     the steps that were counted by the state that its optimizer begins with; None: it has no state
     followed          settings that the replay takes from each of the job's steps, by torch's names
     steps_unasked     the replay steps though --step was not typed, and leaves out steps that it cannot take as the job
@@ -80,7 +80,7 @@ class VerdictSettings:
     num_layers: int
     num_data_ranks: int
     grad_accumulation: int
-    steps: ActorSpec | None = None
+    step_spec: ActorSpec | None = None
     loaded_counts: Sequence[int] | None = None
     followed: frozenset[str] = frozenset()
     steps_unasked: bool = False

@@ -85,7 +85,7 @@ class ComparedPass:
 
 def list_step_differences(window: Sequence[ComparedPass], settings: VerdictSettings, number: int) -> list[str]:
     """List what makes step `number` of a replay with --step another one than the job's; empty if nothing does."""
-    assert settings.steps is not None
+    assert settings.step_spec is not None
     steps = list_steps(window)
     if not steps:
         return ["the replay has stepped since, so its weights are known before the first step alone"]
@@ -98,7 +98,7 @@ def list_step_differences(window: Sequence[ComparedPass], settings: VerdictSetti
     )
     return list_setting_differences(
         last,
-        settings.steps,
+        settings.step_spec,
         number,
         (job_norm, replay_norm),
         loaded_counts=settings.loaded_counts,
@@ -164,7 +164,7 @@ def _compare_window(window: Sequence[ComparedPass], settings: VerdictSettings) -
 
 
 def _compare_optimizer(window: Sequence[ComparedPass], settings: VerdictSettings) -> list[Finding]:
-    if settings.steps is None or not list_steps(window) or not window[-1].record.result.has_stepped:
+    if settings.step_spec is None or not list_steps(window) or not window[-1].record.result.has_stepped:
         return []
     differences = list_step_differences(window, settings, window[0].record.result.num_steps)
     return [report_other_settings(differences)] if differences else []
@@ -218,7 +218,7 @@ def _compare_gradient(window: Sequence[ComparedPass], settings: VerdictSettings)
         num_passes = max((len(step.passes) for step in steps), default=1)
         signed: list[Finding] = []
         if evidence is not None:
-            has_stepped = settings.steps is not None and window[0].record.index > 0
+            has_stepped = settings.step_spec is not None and window[0].record.index > 0
             signed = judge_signatures(
                 evidence, settings, dtypes, index, sample_doubt, num_passes, has_stepped=has_stepped
             )

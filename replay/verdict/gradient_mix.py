@@ -18,7 +18,7 @@ LEAST_ELEMENTS = 8
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class OwnGradient:
+class SinglePassGradient:
     """The gradient of one pass alone, as the replay computes it.
 
     index, data_rank  of the pass in the replay
@@ -38,7 +38,8 @@ class OwnGradient:
 class GradientMix:
     """What the gradient that one rank of the job recorded is made of.
 
-    shares    by pass, in the order of `OwnGradient`: its weight in the job's gradient as a multiple of its weight here
+    shares    by pass, in the order of the `SinglePassGradient`s: its weight in the job's gradient as a multiple of its
+              weight here
     residual  the share of the job's gradient, of its sum of squares, that no weights explain
     """
 
@@ -47,7 +48,9 @@ class GradientMix:
     residual: float
 
 
-def find_mixes(recorded: Sequence[RecordedPass], own_gradients: Sequence[OwnGradient]) -> list[GradientMix]:
+def find_mixes(
+    recorded: Sequence[RecordedPass], single_pass_gradients: Sequence[SinglePassGradient]
+) -> list[GradientMix]:
     """Find what each rank's recorded gradient is made of; none of ranks with too few elements, or one not finite.
 
     recorded  the passes of the window
@@ -57,14 +60,14 @@ def find_mixes(recorded: Sequence[RecordedPass], own_gradients: Sequence[OwnGrad
         step = recorded_pass.step_after
         if step is None or not step.signatures:
             continue
-        names: Mapping[str, float] = own_gradients[0].gradient.norms
+        names: Mapping[str, float] = single_pass_gradients[0].gradient.norms
         rows: list[list[float]] = []
         values: list[float] = []
         for signature in step.signatures:
             name = match_parameter_name(signature.name, names)
             own = [
                 gradient.gradient.signatures.get((name, signature.start), ()) if name is not None else ()
-                for gradient in own_gradients
+                for gradient in single_pass_gradients
             ]
             if any(len(elements) != len(signature.values) for elements in own) or not signature.values:
                 continue
@@ -72,7 +75,7 @@ def find_mixes(recorded: Sequence[RecordedPass], own_gradients: Sequence[OwnGrad
             scale = max(max(map(abs, elements)) for elements in own) or 1.0
             rows += [[element / scale for element in elements] for elements in zip(*own, strict=True)]
             values += [value / scale for value in signature.values]
-        if len(values) < LEAST_ELEMENTS * len(own_gradients):
+        if len(values) < LEAST_ELEMENTS * len(single_pass_gradients):
             continue
         matrix_NP = torch.tensor(rows, dtype=torch.float64)
         job_N = torch.tensor(values, dtype=torch.float64)
@@ -83,7 +86,7 @@ def find_mixes(recorded: Sequence[RecordedPass], own_gradients: Sequence[OwnGrad
         total = float(job_N.square().sum())
         shares = tuple(
             float(weight) / gradient.weight if gradient.weight else 0.0
-            for weight, gradient in zip(weights_P, own_gradients, strict=True)
+            for weight, gradient in zip(weights_P, single_pass_gradients, strict=True)
         )
         residual = float(left_N.square().sum()) / total if total else 1.0
         mixes.append(GradientMix(rank=recorded_pass.rank or 0, shares=shares, residual=residual))

@@ -6,11 +6,11 @@
      "first": null, "worst": [...], "open": [...], "weights": {...}, "environment": {"torch": ["2.13.0", "2.11.0"]},
      "dtypes": ["bfloat16", "bfloat16"], "floors": {...}, "passes": [...], "windows": [...], "causes": [], ...}
 
-With other weights than the job's no number means anything, so a pass that is known to have run on others is not judged.
-Each number that the job recorded of a pass, or of the gradient of an optimizer step, is compared with the replay's
-number. It agrees within its bound, or it differs, or it is unsettled or not judged, and then the verdict says why. The
-outcome is DIFFERS only where nothing else explains the difference: the weights are known to be the job's, and both
-computed the same quantity. Where there is a doubt, the outcome is UNSETTLED or CANNOT TELL.
+With other weights than the job's no number means anything, so a pass that is known to have run on other weights is not
+judged. Each number that the job recorded of a pass, or of the gradient of an optimizer step, is compared with the
+replay's number. It agrees within its bound, or it differs, or it is unsettled or not judged, and then the verdict says
+why. The outcome is DIFFERS only where nothing else explains the difference: the weights are known to be the job's, and
+both computed the same quantity. Where there is a doubt, the outcome is UNSETTLED or CANNOT TELL.
 """
 
 from collections import Counter
@@ -22,7 +22,7 @@ from replay.runlog.records import PassRecord
 from replay.tolerances.difference import roundoff
 from replay.tolerances.job_bounds import GRAD_NORM
 from replay.verdict.causes.evidence import CauseEvidence
-from replay.verdict.causes.table import find_causes, list_unexplained
+from replay.verdict.causes.table import find_causes, split_unexplained
 from replay.verdict.causes.trial import TrialReport
 from replay.verdict.coverage import measure_coverage
 from replay.verdict.dropout_masks import (
@@ -40,8 +40,8 @@ from replay.verdict.gradient_findings import (
     ComparedPass,
     compare_windows,
 )
-from replay.verdict.gradient_mix import OwnGradient
-from replay.verdict.model_comparison import find_unreduced_steps
+from replay.verdict.gradient_mix import SinglePassGradient
+from replay.verdict.model_comparison import find_unreduced_step_differences
 from replay.verdict.outcomes import (
     OTHER_WEIGHTS,
     Outcome,
@@ -57,19 +57,19 @@ from replay.verdict.pass_values import (
     describe_mixed_recordings,
 )
 from replay.verdict.pass_verdicts import (
+    downgrade_reproduced_to_unsettled,
     explain_finer_dtype,
     judge_passes,
     judge_windows,
     keep_worst_of_tp_and_ring_ranks,
     make_pass_verdict,
-    mark_inconclusive,
     mark_job_dropout_masks,
 )
 from replay.verdict.pass_weights import (
     check_weights,
     choose_weights_to_show,
     follow_weights_through_steps,
-    mark_steps_lost_to_rounding,
+    note_rounded_steps,
 )
 from replay.verdict.pass_windows import group_into_windows
 from replay.verdict.route_findings import compare_routes
@@ -90,7 +90,7 @@ class PassEvidence(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JudgedRun:
-    """The verdict on a run before its causes are found. They are found again whenever more is known.
+    """The verdict on a run before its causes are found. `find_causes` may be called again when more is known.
 
     verdict   without causes
     evidence  what the causes are found from; None where the passes cannot be judged
@@ -104,17 +104,19 @@ class JudgedRun:
         """Do all passes and steps agree with the job, none of them inconclusive?"""
         return self.verdict.outcome is Outcome.REPRODUCED and self.verdict.coverage.is_whole
 
-    def find_causes(self, trials: TrialReport | None = None, own_gradients: Sequence[OwnGradient] = ()) -> Verdict:
+    def find_causes(
+        self, trials: TrialReport | None = None, single_pass_gradients: Sequence[SinglePassGradient] = ()
+    ) -> Verdict:
         """Return the verdict with its causes.
 
         trials         what came of running a wrong forward again under hypotheses
-        own_gradients  of each pass of a window whose gradient is wrong, replayed alone
+        single_pass_gradients  of each pass of a window whose gradient is wrong, replayed alone
         """
         if self.evidence is None:
             return self.verdict
-        evidence = replace(self.evidence, trials=trials, own_gradients=own_gradients)
+        evidence = replace(self.evidence, trials=trials, single_pass_gradients=single_pass_gradients)
         causes = find_causes(evidence)
-        unexplained, may_follow_from_causes = list_unexplained(evidence, causes)
+        unexplained, may_follow_from_causes = split_unexplained(evidence, causes)
         return replace(
             self.verdict, causes=causes, unexplained=unexplained, may_follow=may_follow_from_causes, trials=trials
         )
@@ -147,11 +149,12 @@ def judge_without_causes(passes: Sequence[PassEvidence], settings: VerdictSettin
        REPRODUCED if any is reproduced, else CANNOT TELL.
     """
     indexed_passes = [(record.index, recorded) for record, recorded, _ in passes if recorded is not None]
-    # Where the job's DDP did not reduce the gradients, the job wrapped its model otherwise than the replay does.
-    unreduced_steps = find_unreduced_steps([recorded for _, recorded in indexed_passes])
+    # A last pass before a step whose gradients DDP did not reduce (`no_sync` left on) counts as a model difference.
+    unreduced_steps = find_unreduced_step_differences([recorded for _, recorded in indexed_passes])
     model_differences = [*settings.model_differences, *unreduced_steps]
-    # The comparison of each pass has to know whether its weights are in doubt because earlier steps were rounded.
-    settings = mark_steps_lost_to_rounding(indexed_passes, replace(settings, model_differences=model_differences))
+    # The comparison of each pass has to know whether its weights are in doubt because earlier steps were rounded. The
+    # step floors of passes after such a step are dropped.
+    settings = note_rounded_steps(indexed_passes, replace(settings, model_differences=model_differences))
     compared_passes = _compare_passes(passes, settings)
     mixed_recordings = describe_mixed_recordings(
         [(compared_pass.record, compared_pass.recorded) for compared_pass in compared_passes]
@@ -162,16 +165,16 @@ def judge_without_causes(passes: Sequence[PassEvidence], settings: VerdictSettin
 
     compared_passes = clip_as_the_job(compared_passes, settings)
     compared_passes = compare_windows(check_weights(compared_passes), settings)
-    if settings.steps is not None:
+    if settings.step_spec is not None:
         compared_passes = follow_weights_through_steps(compared_passes, settings)
 
     compared_passes = mark_job_dropout_masks(compared_passes, settings)
     pass_verdicts = keep_worst_of_tp_and_ring_ranks(compared_passes, judge_passes(compared_passes, settings))
     window_verdicts = judge_windows(compared_passes, settings)
     job_dtype = _find_coarsest_dtype(compared_passes)
-    if (why_inconclusive := explain_finer_dtype(job_dtype, settings)) is not None:
-        pass_verdicts = mark_inconclusive(pass_verdicts, why_inconclusive)
-        window_verdicts = mark_inconclusive(window_verdicts, why_inconclusive)
+    if (why_unsettled := explain_finer_dtype(job_dtype, settings)) is not None:
+        pass_verdicts = downgrade_reproduced_to_unsettled(pass_verdicts, why_unsettled)
+        window_verdicts = downgrade_reproduced_to_unsettled(window_verdicts, why_unsettled)
 
     # In the order of the passes: a window's verdict, a PassVerdict too, comes after that of its last pass. So a wrong
     # gradient comes before the wrong numbers that it causes in later passes.
@@ -211,8 +214,9 @@ def judge_without_causes(passes: Sequence[PassEvidence], settings: VerdictSettin
 def _compare_passes(passes: Sequence[PassEvidence], settings: VerdictSettings) -> list[ComparedPass]:
     """Compare the numbers of each pass whose capture could be read."""
     readable = [(record, recorded, replayed) for record, recorded, replayed in passes if recorded is not None]
-    # A norm comes with the last pass of a window. So if this pass and the one before both have a norm, this pass is a
-    # window of its own. Otherwise nothing but a recorded step tells how many passes a norm is of.
+    # `claims` are the quantities that the job recorded. A norm comes with the last pass of a window. So if this pass
+    # and the one before both have a norm, this pass is a window of its own. Otherwise nothing but a recorded step tells
+    # how many passes a norm is of.
     passes_with_grad_norm = {
         (recorded.rank, recorded.forward_number)
         for _, recorded, _ in readable

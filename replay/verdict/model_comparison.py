@@ -107,7 +107,7 @@ def compare_models(job: Sequence[ModelFacts], replay: OwnModel) -> list[ModelDif
     return sorted(differences, key=lambda difference: order.index(difference.kind))
 
 
-def find_unreduced_steps(passes: Sequence[RecordedPass]) -> list[ModelDifference]:
+def find_unreduced_step_differences(passes: Sequence[RecordedPass]) -> list[ModelDifference]:
     """Say that DDP did not reduce the gradients of the last pass before a step, as where `no_sync` is left on.
 
     passes  that the job recorded, of all ranks

@@ -168,7 +168,7 @@ def explain_finer_dtype(job_dtype: str, settings: VerdictSettings) -> str | None
     return f"{FINER_DTYPE}: in {settings.dtype}, as typed, and the job in {job_dtype}, whose rounding hides more"
 
 
-def mark_inconclusive(verdicts: Sequence[PassVerdict], reason: str) -> list[PassVerdict]:
+def downgrade_reproduced_to_unsettled(verdicts: Sequence[PassVerdict], reason: str) -> list[PassVerdict]:
     """Return the verdicts with UNSETTLED in place of REPRODUCED."""
     return [
         replace(verdict, outcome=Outcome.UNSETTLED, reason=reason) if verdict.outcome is Outcome.REPRODUCED else verdict

@@ -129,18 +129,17 @@ def merge_comparisons(comparisons: Sequence[WeightComparison]) -> WeightComparis
     )
 
 
-def mark_steps_lost_to_rounding(
-    passes: Sequence[tuple[int, RecordedPass]], settings: VerdictSettings
-) -> VerdictSettings:
-    """Note in the settings from which pass on an optimizer that rounds its steps leaves the weights in doubt.
+def note_rounded_steps(passes: Sequence[tuple[int, RecordedPass]], settings: VerdictSettings) -> VerdictSettings:
+    """Return the settings with the pass from which on an optimizer that rounds its steps leaves the weights in doubt.
 
-    Behind such a step no floor holds, as two trainings that differ in rounding alone part in steps of that rounding.
+    After such a step no floor holds, as two trainings that differ in rounding alone part in steps of that rounding. So
+    the settings keep the step floors of the passes before it alone.
 
     passes  the replay's index of each pass, and what the job recorded of it
     """
     steps = [recorded.step_after for _, recorded in passes if recorded.step_after is not None]
     step_dtype = find_step_dtype(steps)
-    if step_dtype is None or settings.steps is None:
+    if step_dtype is None or settings.step_spec is None:
         return settings
     first = min((recorded.num_steps_before or 0 for _, recorded in passes), default=0)
     before = {index for index, recorded in passes if recorded.num_steps_before == first}
@@ -207,7 +206,7 @@ def _explain_changed_training(recorded: RecordedPass, settings: VerdictSettings)
     for difference in settings.model_differences:
         if difference.forward is not None and (recorded.forward_number or 0) >= difference.forward:
             why = f"{difference.where} is {difference.job} in the job, and the replay does not follow that"
-            others = [] if settings.steps is None else list_whole_backend(settings.steps)
+            others = [] if settings.step_spec is None else list_whole_backend(settings.step_spec)
             return f"{why}. Try: --backend {others[0].value}" if others else why
     return None
 
@@ -259,7 +258,7 @@ def find_unmoved_weights(
     # Both samples are compared with the weights that the replay began with: if both are the same, the job's did not
     # move. Where the replay steps, the weights of a pass are concluded from the steps, and not from its samples.
     before, after = last.weights, next_pass.weights
-    if settings.steps is not None:
+    if settings.step_spec is not None:
         before, after = (_merge_samples_at(compared_passes, number) for number in (next_step - 1, next_step))
     if not after.are_same or not before.are_same:
         return []
@@ -275,7 +274,7 @@ def find_miscounted_steps(
     """
     recorded = window[-1].recorded
     step = recorded.step_after
-    if step is None or settings.steps is not None:
+    if step is None or settings.step_spec is not None:
         return []
     following = next(
         (

@@ -7,7 +7,7 @@ from replay.verdict.causes.cause import Cause, CauseName
 from replay.verdict.causes.trial import TrialReport
 from replay.verdict.findings import Finding, VerdictSettings
 from replay.verdict.gradient_findings import ComparedPass
-from replay.verdict.gradient_mix import OwnGradient
+from replay.verdict.gradient_mix import SinglePassGradient
 from replay.verdict.outcomes import Outcome, PassVerdict
 
 
@@ -20,7 +20,7 @@ class CauseEvidence:
     verdicts     on passes and on the gradients of windows, in the order of time
     environment  the settings that differ: in the job, here
     trials       what came of running a wrong forward again under hypotheses; None: none ran
-    own_gradients  of each pass of the first window whose gradient is wrong, replayed alone; empty: not measured
+    single_pass_gradients  of each pass of the first window whose gradient is wrong, replayed alone; empty: not measured
     """
 
     passes: Sequence[ComparedPass]
@@ -29,7 +29,7 @@ class CauseEvidence:
     settings: VerdictSettings
     environment: Mapping[str, tuple[str, str]]
     trials: TrialReport | None = None
-    own_gradients: Sequence[OwnGradient] = ()
+    single_pass_gradients: Sequence[SinglePassGradient] = ()
 
     @property
     def wrong(self) -> Iterator[tuple[PassVerdict, Finding]]:

@@ -8,7 +8,7 @@ from replay.verdict.causes.cause import Cause, CauseName, Sureness
 from replay.verdict.causes.clipping import CLIP_ONCE, clips_parts
 from replay.verdict.causes.evidence import CauseEvidence, CauseRule, name_time
 from replay.verdict.findings import list_dtypes
-from replay.verdict.gradient_mix import GradientMix, OwnGradient, find_mixes
+from replay.verdict.gradient_mix import GradientMix, SinglePassGradient, find_mixes
 from replay.verdict.pass_values import WEIGHTING
 
 EXPLAINED = (*GRADIENT_QUANTITIES, WEIGHTING)
@@ -19,7 +19,7 @@ SAME_SHARE = {False: 0.01, True: 0.1}
 
 def find_other_mix(evidence: CauseEvidence) -> Cause | None:
     """Name the passes, or the ranks, whose gradients count for nothing, or for more than they should."""
-    gradients = evidence.own_gradients
+    gradients = evidence.single_pass_gradients
     wrong = evidence.find_wrong(*EXPLAINED)
     window = None if wrong is None else evidence.find_window(wrong[0])
     if not gradients or wrong is None or window is None or window[-1].record.index != gradients[-1].index:
@@ -66,7 +66,7 @@ def find_other_mix(evidence: CauseEvidence) -> Cause | None:
 
 
 def _describe_left_out(
-    gradients: Sequence[OwnGradient], left_out: dict[int, list[bool]], ranks: Sequence[int], time: str
+    gradients: Sequence[SinglePassGradient], left_out: dict[int, list[bool]], ranks: Sequence[int], time: str
 ) -> Cause:
     """Say whose gradients are left out: those of other ranks, of one rank everywhere, or of some passes."""
     only_own = all(

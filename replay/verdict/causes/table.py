@@ -62,7 +62,7 @@ def find_causes(evidence: CauseEvidence, rules: Sequence[CauseRule] = RULES) -> 
                 continue
             explained = {name for other in causes for name in other.explains}
             if first_names <= set(cause.explains):
-                explained.update(list_unexplained(evidence, causes)[1])
+                explained.update(split_unexplained(evidence, causes)[1])
             is_explained = set(cause.explains) & wrong <= explained
             is_named = any(other.name is cause.name for other in causes)
             if not is_explained or (sureness is Sureness.IS and not is_named):
@@ -70,7 +70,7 @@ def find_causes(evidence: CauseEvidence, rules: Sequence[CauseRule] = RULES) -> 
     return causes
 
 
-def list_unexplained(evidence: CauseEvidence, causes: Sequence[Cause]) -> tuple[list[str], list[str]]:
+def split_unexplained(evidence: CauseEvidence, causes: Sequence[Cause]) -> tuple[list[str], list[str]]:
     """Name the findings that differ, or are unsettled, and that no cause explains; those that may follow apart.
 
     Where the first wrong number is a step's, and a cause explains it, the job went on with other weights than the

@@ -120,7 +120,7 @@ def find_other_update(evidence: CauseEvidence) -> Cause | None:
             f"load_state_dict(assign=True), fully_shard){'; keep .grad until the step' if is_clipped else ''}",
             explains=(STEPPED, *EXPLAINED),
         )
-    steps = evidence.settings.steps
+    steps = evidence.settings.step_spec
     if steps is not None and steps.custom_optimizer is not None:
         return Cause(
             name=CauseName.OPTIMIZER,

@@ -7,7 +7,7 @@ import pytest
 from replay.tolerances.job_bounds import GRAD_NORM, GRADIENT
 from replay.verdict.causes.cause import Cause, CauseName, Sureness
 from replay.verdict.causes.table import find_causes
-from replay.verdict.gradient_mix import OwnGradient, find_mixes
+from replay.verdict.gradient_mix import SinglePassGradient, find_mixes
 from tests.replay.verdict.causes.made_evidence import (
     NAMES,
     Gradients,
@@ -19,7 +19,7 @@ from tests.replay.verdict.causes.made_evidence import (
 
 FIRST, SECOND = draw_gradients(1), draw_gradients(2)
 OWN = [
-    OwnGradient(index=0, data_rank=rank, rank=rank, forward=0, weight=0.5, gradient=sample_replay(gradient))
+    SinglePassGradient(index=0, data_rank=rank, rank=rank, forward=0, weight=0.5, gradient=sample_replay(gradient))
     for rank, gradient in enumerate((FIRST, SECOND))
 ]
 
@@ -34,7 +34,7 @@ def add_gradients(first: float, second: float) -> Gradients:
 def find_cause(*ranks: Gradients) -> Cause:
     """The cause, where the replay's gradient is the mean of both ranks' and the job's ranks had these."""
     evidence = make_gradient_evidence(make_window(ranks, add_gradients(0.5, 0.5)), names=(GRAD_NORM, GRADIENT))
-    return find_causes(replace(evidence, own_gradients=OWN))[0]
+    return find_causes(replace(evidence, single_pass_gradients=OWN))[0]
 
 
 @pytest.mark.parametrize(("first", "second"), [(0.5, 0.5), (1.0, 1.0), (0.5, 0.0), (0.2, 0.8)])

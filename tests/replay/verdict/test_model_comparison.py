@@ -8,7 +8,7 @@ import pytest
 
 from capture.file_format.model_facts import ModelFacts
 from capture.file_format.optimizer_step import OptimizerStep
-from replay.verdict.model_comparison import OwnModel, OwnParameter, compare_models, find_unreduced_steps
+from replay.verdict.model_comparison import OwnModel, OwnParameter, compare_models, find_unreduced_step_differences
 from replay.verdict.model_facts import ALL_PARAMETERS, ModelDifference, ModelDifferenceKind
 from replay.verdict.pass_values import RecordedPass, WeightComparison
 
@@ -353,7 +353,9 @@ def make_passes(last_syncs: Sequence[str | None]) -> list[RecordedPass]:
     ],
 )
 def test_steps_without_a_reduction_are_named(last_syncs: Any, job: str | None, ranks: tuple[int, ...]) -> None:
-    found = [(difference.job, difference.ranks) for difference in find_unreduced_steps(make_passes(last_syncs))]
+    found = [
+        (difference.job, difference.ranks) for difference in find_unreduced_step_differences(make_passes(last_syncs))
+    ]
     assert found == ([] if job is None else [(job, ranks)])
 
 

@@ -9,7 +9,7 @@ from capture.file_format.optimizer_step import OptimizerStep
 from replay.tolerances.job_bounds import TOKENS, NoiseFloor
 from replay.verdict.findings import VerdictSettings, list_dtypes
 from replay.verdict.pass_values import WeightComparison
-from replay.verdict.pass_weights import check_weights, mark_steps_lost_to_rounding
+from replay.verdict.pass_weights import check_weights, note_rounded_steps
 from tests.replay.verdict.causes.made_evidence import draw_gradients, make_window
 
 FLOOR = {TOKENS: NoiseFloor(value=1e-6, num_values=8)}
@@ -34,10 +34,10 @@ def note(class_name: str) -> tuple[VerdictSettings, list[Any]]:
         num_layers=2,
         num_data_ranks=1,
         grad_accumulation=1,
-        steps=ActorSpec(),
+        step_spec=ActorSpec(),
         step_floors={0: FLOOR, 1: FLOOR},
     )
-    return mark_steps_lost_to_rounding(list(enumerate(passes)), settings), passes
+    return note_rounded_steps(list(enumerate(passes)), settings), passes
 
 
 def test_behind_a_step_of_muon_bounds_are_those_of_bf16_and_no_floor_holds() -> None:

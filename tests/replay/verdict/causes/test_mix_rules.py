@@ -9,7 +9,7 @@ from replay.tolerances.job_bounds import GRADIENT
 from replay.verdict.causes.cause import Cause, CauseName, Sureness
 from replay.verdict.causes.evidence import CauseEvidence
 from replay.verdict.causes.mix_rules import EXPLAINED, find_other_mix
-from replay.verdict.gradient_mix import OwnGradient
+from replay.verdict.gradient_mix import SinglePassGradient
 from tests.replay.verdict.causes.made_evidence import (
     NAMES,
     draw_gradients,
@@ -40,12 +40,12 @@ def make_mix_evidence(shares: Sequence[float], *, clips_early: bool = False, dty
         is_last = index == num_passes - 1
         window.append(replace(compared, recorded=replace(compared.recorded, step_after=step if is_last else None)))
     own = [
-        OwnGradient(
+        SinglePassGradient(
             index=index, data_rank=0, rank=0, forward=index, weight=1 / num_passes, gradient=sample_replay(PARTS[index])
         )
         for index in range(num_passes)
     ]
-    return replace(make_gradient_evidence(window), own_gradients=own)
+    return replace(make_gradient_evidence(window), single_pass_gradients=own)
 
 
 def find_cause(shares: Sequence[float], *, clips_early: bool = False, dtype: str = "float32") -> Cause | None:
@@ -96,15 +96,17 @@ def test_shares_that_rounding_explains_are_no_cause(shares: Sequence[float], dty
 
 def test_a_gradient_that_is_no_sum_of_the_passes_is_another_cause() -> None:
     evidence = make_mix_evidence([0.5, 1.5])
-    strange = [replace(own, gradient=sample_replay(draw_gradients(7 + own.index))) for own in evidence.own_gradients]
-    assert find_other_mix(replace(evidence, own_gradients=strange)) is None
+    strange = [
+        replace(own, gradient=sample_replay(draw_gradients(7 + own.index))) for own in evidence.single_pass_gradients
+    ]
+    assert find_other_mix(replace(evidence, single_pass_gradients=strange)) is None
 
 
 def test_without_the_passes_own_gradients_of_that_window_nothing_is_said() -> None:
     evidence = make_mix_evidence([0.5, 1.5])
-    assert find_other_mix(replace(evidence, own_gradients=())) is None
-    others = [replace(own, index=own.index + 2) for own in evidence.own_gradients]
-    assert find_other_mix(replace(evidence, own_gradients=others)) is None
+    assert find_other_mix(replace(evidence, single_pass_gradients=())) is None
+    others = [replace(own, index=own.index + 2) for own in evidence.single_pass_gradients]
+    assert find_other_mix(replace(evidence, single_pass_gradients=others)) is None
     [verdict] = evidence.verdicts
     assert find_other_mix(replace(evidence, verdicts=[])) is None
     elsewhere = replace(verdict, index=9, findings=[each for each in verdict.findings if each.name == GRADIENT])

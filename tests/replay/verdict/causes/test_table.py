@@ -8,7 +8,7 @@ import pytest
 from docs.write_causes import PAGE, SKILL, insert_table, list_causes, list_meanings
 from replay.verdict.causes.cause import Cause, CauseName, Sureness
 from replay.verdict.causes.evidence import CauseEvidence, CauseRule
-from replay.verdict.causes.table import RULES, find_causes, list_unexplained, may_lie_in_layer
+from replay.verdict.causes.table import RULES, find_causes, may_lie_in_layer, split_unexplained
 from replay.verdict.findings import VerdictSettings, make_finding
 from replay.verdict.judge import judge
 from replay.verdict.outcomes import Outcome, PassVerdict
@@ -48,8 +48,8 @@ def test_two_sure_causes_are_both_named() -> None:
 def test_what_no_cause_explains_stays() -> None:
     evidence = make_evidence("loss", "gradient norm")
     causes = find_causes(evidence, [make_rule(CauseName.MASK, Sureness.IS, "loss")])
-    assert list_unexplained(evidence, causes) == (["gradient norm"], [])
-    assert list_unexplained(evidence, []) == (["loss", "gradient norm"], [])
+    assert split_unexplained(evidence, causes) == (["gradient norm"], [])
+    assert split_unexplained(evidence, []) == (["loss", "gradient norm"], [])
 
 
 def make_cause(name: CauseName, *explains: str) -> Cause:
@@ -90,10 +90,10 @@ def test_what_is_wrong_behind_an_explained_step_may_follow_from_it() -> None:
     step = replace(step, first_index=0)
     causes = find_causes(make_evidence("gradient norm"), [make_rule(CauseName.CLIPPING, Sureness.IS, "gradient norm")])
     behind = replace(make_evidence("loss"), verdicts=[step, replace(later, index=1)])
-    assert list_unexplained(behind, causes) == ([], ["loss"])
-    assert list_unexplained(behind, []) == (["gradient norm", "loss"], [])
+    assert split_unexplained(behind, causes) == ([], ["loss"])
+    assert split_unexplained(behind, []) == (["gradient norm", "loss"], [])
     before = replace(behind, verdicts=[later, replace(step, index=1)])
-    assert list_unexplained(before, causes) == (["loss"], [])
+    assert split_unexplained(before, causes) == (["loss"], [])
 
 
 def test_code_that_may_only_look_is_no_second_cause_of_what_may_follow_from_the_first() -> None:

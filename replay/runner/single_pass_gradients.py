@@ -16,7 +16,7 @@ from replay.runner.replayer import ReopenableActor, Replayer
 from replay.runner.rounding_floor import RunRepeater
 from replay.tolerances.job_bounds import GRADIENT_QUANTITIES
 from replay.verdict.causes.cause import Sureness
-from replay.verdict.gradient_mix import OwnGradient
+from replay.verdict.gradient_mix import SinglePassGradient
 from replay.verdict.judge import PassEvidence
 from replay.verdict.outcomes import Outcome, Verdict
 from replay.verdict.pass_values import WEIGHTING
@@ -45,9 +45,9 @@ def find_window_to_take_apart(verdict: Verdict, passes: Sequence[PassEvidence]) 
     return sorted({record.index for record in members}) if 1 < num_passes <= MAX_PASSES else []
 
 
-def measure_own_gradients(
+def measure_single_pass_gradients(
     repeater: RunRepeater, passes: Sequence[PassEvidence], verdict: Verdict
-) -> tuple[tuple[OwnGradient, ...], str | None]:
+) -> tuple[tuple[SinglePassGradient, ...], str | None]:
     """Replay each pass of the first wrong window alone and return its gradient; empty where that tells nothing.
 
     Also returns why it could not be measured, if it could not. All ranks must call this. On several ranks it raises
@@ -62,7 +62,9 @@ def measure_own_gradients(
         return (), describe_error(error)
 
 
-def _measure_window(repeater: RunRepeater, passes: Sequence[PassEvidence], verdict: Verdict) -> tuple[OwnGradient, ...]:
+def _measure_window(
+    repeater: RunRepeater, passes: Sequence[PassEvidence], verdict: Verdict
+) -> tuple[SinglePassGradient, ...]:
     indices = find_window_to_take_apart(verdict, passes)
     # Only a window before the replay's first step has the weights that the replay begins with.
     steps_before = repeater.spec.measure.steps and any(
@@ -76,16 +78,18 @@ def _measure_window(repeater: RunRepeater, passes: Sequence[PassEvidence], verdi
         return ()
     spec = _make_single_pass_spec(repeater.spec, repeater.world)
     actor = ReopenableActor(spec.actor, spec.source, repeater.world)
-    own_gradients: list[OwnGradient] = []
+    single_pass_gradients: list[SinglePassGradient] = []
     try:
         for index in indices:
             for data_rank in range(repeater.world.num_data_ranks):
-                own_gradients += _measure(repeater, spec, actor, passes, signatures, index, data_rank, len(indices))
+                single_pass_gradients += _measure(
+                    repeater, spec, actor, passes, signatures, index, data_rank, len(indices)
+                )
     finally:
         actor.backend.close()
         del actor
         free_closed_backends()
-    return tuple(own_gradients)
+    return tuple(single_pass_gradients)
 
 
 def _make_single_pass_spec(spec: ResolvedReplay, world: World) -> ResolvedReplay:
@@ -114,7 +118,7 @@ def _measure(
     index: int,
     data_rank: int,
     num_rounds: int,
-) -> list[OwnGradient]:
+) -> list[SinglePassGradient]:
     """Measure the gradient of one pass of one data rank. The other data ranks' passes run too, and weigh nothing."""
     world, weight_checker = repeater.world, repeater.weight_checker
     rounds = [
@@ -144,7 +148,7 @@ def _measure(
         return []
     record, recorded = found
     return [
-        OwnGradient(
+        SinglePassGradient(
             index=index,
             data_rank=data_rank,
             rank=recorded.rank or 0,
