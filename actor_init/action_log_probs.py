@@ -1,26 +1,21 @@
 """Compute action tokens' log-probs from prepared inputs; the one forward that every backend uses."""
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from contextvars import ContextVar
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from transformers import AttentionMaskInterface
-from transformers.masking_utils import and_masks, causal_mask_function, packed_sequence_mask_function
 
+from actor_init.attention.document_masks import mask_between_documents
 from actor_init.attention.ring_split import sum_over_ring
-from actor_init.declarations.attention import list_forms
 from actor_init.head.head_patch import patch_head
 from actor_init.head.whole_logits import compute_compiled_log_probs, compute_eager_log_probs
 from actor_init.inputs.packing import ActorInputs
 from actor_init.model_form import DocumentBorders
 from actor_init.parallel.vocab_parallel import compute_sharded_log_probs
 from actor_init.training_mode import switch_parts
-
-_DOCUMENTS: ContextVar[Tensor | None] = ContextVar("documents", default=None)
 
 
 def action_log_probs(model: Callable[..., Any], inputs: ActorInputs) -> Tensor:
@@ -105,37 +100,3 @@ def number_documents(cu_seq_lens: Tensor, num_tokens: int) -> Tensor:
     """Return each token's document [1, T], int32, counted from 0. `cu_seq_lens` is [D + 1], int32."""
     index_T = torch.arange(num_tokens, device=cu_seq_lens.device, dtype=cu_seq_lens.dtype)
     return (torch.bucketize(index_T, cu_seq_lens, right=True, out_int32=True) - 1)[None]
-
-
-@contextmanager
-def mask_between_documents(document_1T: Tensor) -> Iterator[None]:
-    """Keep documents apart in the masks that transformers makes within this context: no token sees another's.
-
-    For models that do not hand their position ids to transformers' masks.
-    """
-    _register_mask_functions()
-    token = _DOCUMENTS.set(document_1T)
-    try:
-        yield
-    finally:
-        _DOCUMENTS.reset(token)
-
-
-def _register_mask_functions() -> None:
-    """Wrap transformers' makers of masks, once; outside of `mask_between_documents` they do as before."""
-    makers = AttentionMaskInterface()
-    for form in list_forms():
-        if form.reads_mask and not getattr(makers[form.name], "_masks_documents", False):
-            AttentionMaskInterface.register(form.name, _with_documents(makers[form.name]))
-
-
-def _with_documents(make: Callable[..., Any]) -> Callable[..., Any]:
-    def make_mask(*args: Any, mask_function: Callable[..., Any] = causal_mask_function, **kwargs: Any) -> Any:
-        document_1T = _DOCUMENTS.get()
-        if document_1T is not None:
-            mask_function = and_masks(mask_function, packed_sequence_mask_function(document_1T))
-            kwargs["allow_is_causal_skip"] = False
-        return make(*args, mask_function=mask_function, **kwargs)
-
-    make_mask._masks_documents = True  # type: ignore[attr-defined]
-    return make_mask

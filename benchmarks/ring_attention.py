@@ -23,7 +23,7 @@ from torch import Tensor
 from actor_init.attention.cudnn import cudnn_dense
 from actor_init.attention.kernels import flash_attn_varlen
 from actor_init.attention.ring_attention import import_ring_flash_attn, ring_cudnn, ring_flash_attn, ring_sdpa
-from actor_init.attention.ring_split import RingSlice, make_ring_slice
+from actor_init.attention.ring_split import RingSlice, compute_ring_indices
 from actor_init.spec import ParallelSpec
 from actor_init.world import World
 from benchmarks.harness import Answers, Column, Sample, alternate, make_parser, table
@@ -75,7 +75,7 @@ def compare(world: World, borders: Tensor, title: str, head_strides: list[int], 
         if len(borders) == 2:
             contestants["cuDNN, one GPU"] = pass_of(cudnn_dense, layer_inputs(length, world))
     for stride in head_strides:
-        ring = make_ring_slice(borders, world.ring_group, head_stride=stride, may_zigzag=True).to(world.device)
+        ring = compute_ring_indices(borders, world.ring_group, head_stride=stride, may_zigzag=True).to(world.device)
         inputs = layer_inputs(len(ring.local_index_L), world)
         contestants[f"ours, {stride} heads"] = pass_of(ring_flash_attn if on_cuda else ring_sdpa, inputs, ring=ring)
         if on_cuda:

@@ -77,10 +77,12 @@ class RingSlice:
         return replace(self, **tensors)
 
 
-def make_ring_slice(
+def compute_ring_indices(
     cu_seq_lens: Tensor, group: dist.ProcessGroup, *, head_stride: int | None = None, may_zigzag: bool
 ) -> RingSlice:
-    """Make this rank's slice of a packed row with the boundaries `cu_seq_lens` (int32 [documents + 1], on the host).
+    """Compute which tokens of a packed row are this rank's; `cut_for_ring` cuts them out of the inputs.
+
+    cu_seq_lens  the row's boundaries, int32 [documents + 1], on the host
 
     The row's length is rounded up until all ranks hold equally many tokens: the padding extends the last document,
     where no earlier token can see it.

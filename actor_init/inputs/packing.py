@@ -294,8 +294,11 @@ def pad_to(inputs: ActorInputs, num_tokens: int) -> ActorInputs:
     return replace(padded, cu_seq_lens=borders, max_length=max(inputs.max_length, _round_up_length(num_added)))
 
 
-def slice_for_ring(inputs: ActorInputs, ring: RingSlice) -> ActorInputs:
-    """Slice one rank's part of a packed row: its tokens, and the log-probs that they predict."""
+def cut_for_ring(inputs: ActorInputs, ring: RingSlice) -> ActorInputs:
+    """Cut one rank's part out of a packed row: its tokens, and the log-probs that they predict.
+
+    ring  what `compute_ring_indices` computed of the row
+    """
     num_tokens = inputs.input_ids.shape[1]
     local_L = ring.local_index_L
     local_of_T = torch.full((len(ring.index_T),), -1)

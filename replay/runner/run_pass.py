@@ -25,10 +25,10 @@ from torch import Tensor, nn
 
 from actor_init.attention.cudnn import refuse_padding_between_tokens
 from actor_init.attention.kernel_choice import choose_kernel
-from actor_init.attention.ring_split import make_ring_slice, may_zigzag
+from actor_init.attention.ring_split import compute_ring_indices, may_zigzag
 from actor_init.backends.protocol import Backend
 from actor_init.declarations.attention import find_attention_form
-from actor_init.inputs.packing import ActorInputs, arrange, pad_to, prepare_inputs, slice_for_ring
+from actor_init.inputs.packing import ActorInputs, arrange, cut_for_ring, pad_to, prepare_inputs
 from actor_init.model import ModelSource
 from actor_init.optimizer import StepSettings
 from actor_init.routes import PassRoutes, RouterFlips, RouterState, collect_flips, steer_routers
@@ -445,13 +445,13 @@ def prepare_actor_inputs(batch: MicroBatch, spec: ActorSpec, model: ModelSource,
         inputs = replace(inputs, makes_positions=False)
     if spec.parallel.ring > 1:
         assert inputs.cu_seq_lens is not None
-        ring = make_ring_slice(
+        ring = compute_ring_indices(
             inputs.cu_seq_lens,
             world.ring_group,
             head_stride=spec.parallel.ring_head_stride,
             may_zigzag=may_zigzag(model.config),
         )
-        inputs = slice_for_ring(inputs, ring)
+        inputs = cut_for_ring(inputs, ring)
     return replace(inputs, head=model.head).to(world.device)
 
 

@@ -8,8 +8,8 @@ from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
 from actor_init.action_log_probs import action_log_probs
-from actor_init.attention.ring_split import make_ring_slice, may_zigzag
-from actor_init.inputs.packing import arrange, prepare_inputs, slice_for_ring
+from actor_init.attention.ring_split import compute_ring_indices, may_zigzag
+from actor_init.inputs.packing import arrange, cut_for_ring, prepare_inputs
 from actor_init.model_form import Layout
 from capture.file_format.micro_batch import MicroBatch, Origin
 from tests.helpers.families import VOCABULARY, tiny_model
@@ -54,8 +54,8 @@ class EachAlone:
         slot_N = inputs.slot_N
         if ring is not None:
             assert inputs.cu_seq_lens is not None
-            inputs = slice_for_ring(
-                inputs, make_ring_slice(inputs.cu_seq_lens, ring, may_zigzag=may_zigzag(self.config))
+            inputs = cut_for_ring(
+                inputs, compute_ring_indices(inputs.cu_seq_lens, ring, may_zigzag=may_zigzag(self.config))
             )
         loss, gradients = _loss_and_gradients(model, action_log_probs(model, inputs).flatten()[slot_N])
         if ring is not None:

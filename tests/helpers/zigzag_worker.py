@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from actor_init.attention.ring_split import make_ring_slice
+from actor_init.attention.ring_split import compute_ring_indices
 from actor_init.attention.zigzag import zigzag_attention
 
 H, K, D = 6, 2, 5
@@ -65,7 +65,7 @@ def main() -> None:
     group = dist.group.WORLD
     assert group is not None
     for num_tokens in (1, 8, 29):
-        ring = make_ring_slice(torch.tensor([0, num_tokens], dtype=torch.int32), group, may_zigzag=True)
+        ring = compute_ring_indices(torch.tensor([0, num_tokens], dtype=torch.int32), group, may_zigzag=True)
         num_fed = len(ring.index_T)
         torch.manual_seed(0)
         whole = [torch.randn(1, heads, num_fed, D, dtype=torch.float64, requires_grad=True) for heads in (H, K, K)]

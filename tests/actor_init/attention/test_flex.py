@@ -13,7 +13,8 @@ from torch import Tensor
 from torch.fx import GraphModule
 from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, LlamaConfig, PretrainedConfig, PreTrainedModel
 
-from actor_init.action_log_probs import mask_between_documents, number_documents
+from actor_init.action_log_probs import number_documents
+from actor_init.attention.document_masks import mask_between_documents
 from actor_init.attention.flex import flex_attention
 from actor_init.attention.kernel_choice import BOUND, choose_kernel, measure_error
 from actor_init.attention.kernels import register

@@ -12,8 +12,8 @@ from transformers import AutoConfig
 
 from actor_init.attention import kernels
 from actor_init.attention.ring_attention import _compute_llama3_mask, _compute_zigzag_mask
-from actor_init.attention.ring_split import RingSlice, check_head_stride, make_ring_slice, may_zigzag
-from actor_init.inputs.packing import pad_to, prepare_inputs, slice_for_ring
+from actor_init.attention.ring_split import RingSlice, check_head_stride, compute_ring_indices, may_zigzag
+from actor_init.inputs.packing import cut_for_ring, pad_to, prepare_inputs
 from actor_init.spec import ActorSpec, Attention, ParallelSpec, UsageError
 from capture.file_format.capture_file import read_micro_batch
 from capture.file_format.listing import capture_files
@@ -37,7 +37,7 @@ class OneOf:
 
 def slices_of(borders: list[int], num_ranks: int, *, zigzag: bool = False) -> list[RingSlice]:
     return [
-        make_ring_slice(
+        compute_ring_indices(
             torch.tensor(borders, dtype=torch.int32),
             OneOf(rank, num_ranks),  # type: ignore[arg-type]
             head_stride=1,
@@ -123,7 +123,7 @@ def test_the_ranks_log_probs_are_disjoint_and_whole(num_ranks: int, zigzag: bool
         inputs = prepare_inputs(read_micro_batch(path), packing=True)
         assert inputs.cu_seq_lens is not None
         parts = [
-            slice_for_ring(inputs, ring) for ring in slices_of(inputs.cu_seq_lens.tolist(), num_ranks, zigzag=zigzag)
+            cut_for_ring(inputs, ring) for ring in slices_of(inputs.cu_seq_lens.tolist(), num_ranks, zigzag=zigzag)
         ]
         token_of_slot = {}
         for part in parts:
@@ -185,7 +185,7 @@ def test_of_slices_cudnn_gets_the_long_ones_of_one_document(
     num_tokens: int, is_zigzag: bool, value_dim: int, taken: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     borders = torch.tensor([0, 2 * num_tokens] if is_zigzag else [0, 5, 2 * num_tokens], dtype=torch.int32)
-    ring = make_ring_slice(borders, OneOf(0, 2), may_zigzag=True)  # type: ignore[arg-type]
+    ring = compute_ring_indices(borders, OneOf(0, 2), may_zigzag=True)  # type: ignore[arg-type]
     query, value = (torch.empty(1, 1, num_tokens, dim, device="meta") for dim in (8, value_dim))
     monkeypatch.setattr(kernels, "ring_cudnn", lambda *_, **__: "cudnn")
     chosen: Any = kernels._wrap_ring_with_cudnn(lambda *_, **__: "other")
