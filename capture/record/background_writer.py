@@ -62,21 +62,23 @@ class BackgroundWriter(Generic[ItemT]):
     At most `max_queued` passes wait, with at most MAX_QUEUED_BYTES bytes in all; a larger pass waits alone.
 
     num_dropped      passes lost because the queue was full, because `handle` refused them (CaptureError), because
-                     writing had stopped, or because `close` had been called. Once writing has stopped, the pass that
-                     `handle` works on counts as lost until `handle` returns, since it may never return
+                     writing had stopped, or because `close` had been called. If writing stops while `handle` works on a
+                     pass, that pass counts as lost until `handle` returns, since it may never return
     failure          the exception that has stopped writing, or None
     refusal          why `handle` refused the first of the passes that it refused, or None
-    flush_requested  an event that `drain` and an urgent item set, until the queue is empty. The thread reads it, and
-                     PassStore, which then waits for copies from a device for a limited time only
+    flush_requested  an event, set by `drain` or an urgent item, and cleared when the queue is empty. While it is set,
+                     the thread handles items without waiting for `wake`, and PassStore limits its wait for copies from
+                     a device
 
     The thread calls these:
 
     * `on_idle`: when it has handled all that it was woken for, and after `on_deadline` if no item is ready
-    * `on_deadline`: when it waits and `deadline` has passed. Then `deadline.seconds_left()` must be None or above 0;
-      otherwise `on_deadline` is called again at once
+    * `on_deadline`: when it waits and `deadline` has passed. It has to end or move the deadline: as long as
+      `deadline.seconds_left()` returns 0, it is called again at once
     * `on_end`: as its last act, with whether writing has failed
 
-    Whatever these, `handle` or `deadline` raise stops writing, except that `handle` may refuse a pass.
+    An exception from one of these callbacks, from `handle` or from `deadline` stops writing; a CaptureError from
+    `handle` refuses one pass.
 
     There is one warning for the first pass that a full queue drops, one for the first that `handle` refuses, and one
     for what stops writing. No method raises.

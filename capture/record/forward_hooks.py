@@ -57,7 +57,7 @@ class ForwardHooks:
         return type(self), ()
 
     def attach(self, model: nn.Module) -> None:
-        """Hook `model`: `on_begin` is called before the hooks that it has by now, and `on_end` after them.
+        """Hook `model`: `on_begin` is called before the hooks that `model` already has, and `on_end` after them.
 
         Such hooks, like FSDP's, change arguments and outputs. So `on_begin` gets the arguments as the job gave them,
         and `on_end` the output as the job gets it.
@@ -73,7 +73,7 @@ class ForwardHooks:
         self._handles = []
 
     def before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if not self._is_outside_backward_and_compiler():
+        if not self._may_be_call_of_job():
             return
         # torch does not call `after_forward` where a forward raised KeyboardInterrupt, and in a notebook the process
         # goes on after that. Then `_depth` was never counted down. That shows in the frame of the outermost forward,
@@ -88,7 +88,7 @@ class ForwardHooks:
 
     def after_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         # The depth is 0 if the hooks were attached while this forward was running: its beginning was not seen.
-        if not self._is_outside_backward_and_compiler() or self._depth == 0:
+        if not self._may_be_call_of_job() or self._depth == 0:
             return
         self._depth -= 1
         if self._depth > 0:
@@ -99,7 +99,7 @@ class ForwardHooks:
         self._earlier_error = self._outermost_frame = None
         self._on_end(output, None if error is earlier_error else error)
 
-    def _is_outside_backward_and_compiler(self) -> bool:
+    def _may_be_call_of_job(self) -> bool:
         """Tell whether this forward runs in the recording's process, outside a backward and outside a compiler.
 
         Then the job itself has called it, unless it is nested in another forward, which `_depth` tells.

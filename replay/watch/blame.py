@@ -115,11 +115,13 @@ def blame_unless_all(ranks: Sequence[ObservedRank], suspects: Sequence[ObservedR
 
 
 def _find_silent(sightings: Sequence[Sighting]) -> Blame | None:
+    """Find the ranks that do not answer."""
     silent = [sighting for sighting in sightings if not sighting.answers]
     return blame_unless_all(sightings, silent, "it does not answer: it is stopped, or native code holds Python's lock")
 
 
 def _find_out_of_inputs(sightings: Sequence[Sighting]) -> Blame | None:
+    """Find the ranks that have no inputs left, while others are in a later pass."""
     positions = [sighting.known_position for sighting in sightings]
     latest = max((position.index for position in positions if position.source is not None), default=-1)
     without = [
@@ -134,6 +136,7 @@ def _find_out_of_inputs(sightings: Sequence[Sighting]) -> Blame | None:
 
 
 def _find_earliest(sightings: Sequence[Sighting]) -> Blame | None:
+    """Find the ranks in an earlier phase than others; or those ahead, if most ranks wait behind them."""
     earliest = min(sighting.known_position.sort_key for sighting in sightings)
     early = [sighting for sighting in sightings if sighting.known_position.sort_key == earliest]
     ahead = [sighting for sighting in sightings if sighting.known_position.sort_key != earliest]
@@ -151,6 +154,7 @@ def _find_earliest(sightings: Sequence[Sighting]) -> Blame | None:
 
 
 def _find_new_collectives(sightings: Sequence[Sighting]) -> Blame | None:
+    """Find the ranks that wait in, or left, a collective that no earlier pass had and the others did not enter."""
     any_failed = any(sighting.collective_failed for sighting in sightings)
     with_new = [
         sighting
@@ -182,6 +186,7 @@ def blame_fewest_collectives(ranks: Sequence[ObservedRank], reason: str) -> Blam
 
 
 def _find_outside_collectives(sightings: Sequence[Sighting]) -> Blame | None:
+    """Find the ranks that stand in no collective, in the same phase as others that wait in one."""
     outside = [sighting for sighting in sightings if not sighting.in_collective]
     return blame_unless_all(sightings, outside, "the other ranks stand in a collective, and it does not")
 
