@@ -36,7 +36,11 @@ class FrozenParameters:
 
 
 def find_frozen_in_job(
-    spec: ReplayParts, source: ModelSource, first_call: Call | None, rounds: Sequence[InputRound]
+    spec: ReplayParts,
+    source: ModelSource,
+    checker: WeightChecker,
+    first_call: Call | None,
+    rounds: Sequence[InputRound],
 ) -> FrozenParameters:
     """Find the parameters that the job did not train.
 
@@ -49,7 +53,6 @@ def find_frozen_in_job(
     if first_call is None or source.adapter is not None:
         return FrozenParameters()
     folder = find_inputs_folder(spec.inputs)
-    checker = WeightChecker(source)
     try:
         all_facts = read_model_facts(folder)
     except CaptureError:

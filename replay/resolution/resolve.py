@@ -55,6 +55,7 @@ from replay.resolution.job_defaults import (
 )
 from replay.resolution.selection import Selection
 from replay.resolution.step_choice import choose_steps
+from replay.verdict.weight_check import WeightChecker
 
 WHY_KERNEL_OF_PROBE = "packed documents stay apart with it, and not with the kernel that was to be taken first"
 
@@ -101,11 +102,15 @@ def resolve(
     spec_from_job = replace(spec_of_rank0, actor=apply_choices(spec_of_rank0.actor, job_choices))
 
     model_source = find_model_source_on_all_ranks(spec_from_job, world)
-    frozen = world.broadcast_from_rank0(find_frozen_in_job(spec_from_job, model_source, first_call, selection.rounds))
+    # It lists the parameters of a model that it builds, so there is one for both choices.
+    checker = WeightChecker(model_source)
+    frozen = world.broadcast_from_rank0(
+        find_frozen_in_job(spec_from_job, model_source, checker, first_call, selection.rounds)
+    )
     model_source = replace(model_source, frozen=frozen.always, frozen_later=frozen.later)
 
     spec_with_loss = replace(spec_from_job, measure=replace(spec_from_job.measure, loss=loss.value))
-    step_choice = choose_steps(spec_with_loss, model_source, selection, first_call, world)
+    step_choice = choose_steps(spec_with_loss, model_source, checker, selection, first_call, world)
     actor_with_steps = step_choice.apply(spec_with_loss.actor)
     spec_with_steps = replace(
         spec_with_loss, actor=actor_with_steps, measure=replace(spec_with_loss.measure, step=step_choice.mode)

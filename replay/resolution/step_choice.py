@@ -57,13 +57,18 @@ class StepChoice:
 
 
 def choose_steps(
-    spec: ReplayParts, source: ModelSource, selection: Selection, first_call: Call | None, world: World
+    spec: ReplayParts,
+    source: ModelSource,
+    checker: WeightChecker,
+    selection: Selection,
+    first_call: Call | None,
+    world: World,
 ) -> StepChoice:
     """Choose whether and how the optimizer steps, on all ranks together. All ranks must call this.
 
-    spec  with the accumulation and the loss chosen
+    spec     with the accumulation and the loss chosen
+    checker  of the source's weights
     """
-    checker = WeightChecker(source)
     recorded = None if first_call is None else first_call.weights
     has_other_weights = spec.measure.step is StepMode.AUTO and any(
         world.gather(bool(checker.check(recorded).differing))
