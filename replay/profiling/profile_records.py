@@ -27,7 +27,7 @@ class Work(StrEnum):
 # tried in this order: a name may contain parts of several.
 NAME_PARTS: Mapping[Work, Sequence[str]] = {
     Work.COMMUNICATION: ("nccl", "gloo:", "c10d::", "oneccl"),
-    Work.ATTENTION: ("flash", "fmha", "sdpa", "scaled_dot_product", "efficient_attention"),
+    Work.ATTENTION: ("flash", "fmha", "sdpa", "scaled_dot_product", "efficient_attention", "flex_attention"),
     Work.MATMUL: (
         "gemm",
         "gemv",

@@ -64,6 +64,7 @@ def test_a_pass_without_kernels_is_all_gaps() -> None:
         ("nvjet_hsh_128x256_64x4_1x2_h_bz_coopA_NNT", Work.MATMUL),
         ("cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16", Work.ATTENTION),
         ("void flash_fwd_kernel<Flash_fwd_kernel_traits<128, 128, 64, 4>>", Work.ATTENTION),
+        ("triton_tem_fused_flex_attention_backward_mm_2", Work.ATTENTION),
         ("ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)", Work.COMMUNICATION),
         ("Memcpy DtoH (Device -> Pinned)", Work.COPIES),
         ("triton_poi_fused_mul_silu_1", Work.ELEMENTWISE),
