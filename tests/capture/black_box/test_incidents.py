@@ -18,6 +18,7 @@ from capture.black_box.incidents import read_incidents
 from capture.file_format.capture_file import read_call
 from capture.file_format.manifest import check_folder
 from tests.helpers.small_jobs import TinyModel, steps_in
+from tests.warm import warm_bin
 
 ROOT = Path(capture.__file__).resolve().parent.parent
 
@@ -26,7 +27,7 @@ ROOT = Path(capture.__file__).resolve().parent.parent
 def ended(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, str]]:
     folder = tmp_path_factory.mktemp("doomed")
     done = subprocess.run(
-        [sys.executable, ROOT / "tests" / "helpers" / "doomed_jobs.py", folder],
+        [warm_bin() / "python", ROOT / "tests" / "helpers" / "doomed_jobs.py", folder],
         capture_output=True,
         text=True,
         timeout=1800,
@@ -118,7 +119,7 @@ def test_a_handler_that_the_job_puts_on_top_stays(tmp_path: Path) -> None:
 
 def test_kills_leave_no_torn_file_and_no_stale_temporary(tmp_path: Path) -> None:
     """A step waits for the disk here, so that the number of passes lost does not depend on the machine's."""
-    command = [sys.executable, "-m", "benchmarks", "capture_kill", "--kills", "12", "--step-seconds", "0"]
+    command = [str(warm_bin() / "python"), "-m", "benchmarks", "capture_kill", "--kills", "12", "--step-seconds", "0"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1800)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "12 kills: 0 torn files, 0 stale temporaries" in done.stdout

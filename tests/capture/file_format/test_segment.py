@@ -4,7 +4,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import zipfile
 from contextlib import suppress
 from pathlib import Path
@@ -25,6 +24,7 @@ from capture.file_format.segment import Segment, index_path_of
 from capture.file_format.segment_record import RECORD_BYTES
 from capture.record.retention import check_retention, parse_segment_bytes
 from tests.helpers.small_jobs import TinyModel, steps_in
+from tests.warm import warm_bin
 
 IDS_BS = torch.tensor([[0, 5, 9, 7], [3, 3, 0, 0]])
 SAMPLE = Path(__file__).resolve().parents[3] / "inputs" / "sample"
@@ -350,7 +350,7 @@ def test_a_flight_recorder_writes_its_passes_into_a_segment(tmp_path: Path) -> N
 
 
 def test_64_processes_record_into_one_folder_without_a_loss(tmp_path: Path) -> None:
-    writers = [sys.executable, "-m", "tests.helpers.many_writers", str(tmp_path), "64", "4"]
+    writers = [str(warm_bin() / "python"), "-m", "tests.helpers.many_writers", str(tmp_path), "64", "4"]
     subprocess.run(writers, check=True, cwd=SAMPLE.parents[1], timeout=1800)
     assert len(list_segments(tmp_path)) == 64
     assert [path for path in tmp_path.iterdir() if path.is_file()] == []

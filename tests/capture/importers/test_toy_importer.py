@@ -1,7 +1,6 @@
 """An importer that is one file and one entry in the tuple is told, typed and listed like the others."""
 
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -9,6 +8,7 @@ import pytest
 from capture import CaptureError, capture_files, read_micro_batch
 from capture.cli import main
 from capture.folder_tools.convert import convert_folder
+from tests.warm import warm_bin
 
 ROOT = Path(__file__).parents[3]
 NAMES = "slime, nemo-rl, verl, roll, skyrl, openrlhf"
@@ -17,7 +17,7 @@ NAMES = "slime, nemo-rl, verl, roll, skyrl, openrlhf"
 def run_capture(*words: object) -> "subprocess.CompletedProcess[str]":
     """Run `capture` with the toy importer in a process of its own."""
     return subprocess.run(
-        [sys.executable, "-m", "tests.helpers.toy_importer", *map(str, words)],
+        [warm_bin() / "python", "-m", "tests.helpers.toy_importer", *map(str, words)],
         cwd=ROOT,
         capture_output=True,
         text=True,

@@ -24,6 +24,7 @@ from capture import CaptureError, capture_files, read_actor_config, read_micro_b
 from capture.file_format.atomic_write import write_atomically
 from capture.file_format.end_record import count_not_recorded
 from capture.record.background_writer import BackgroundWriter
+from tests.warm import warm_bin
 
 IDS_BS = torch.tensor([[0, 5, 9, 7], [3, 3, 0, 0]])
 MASK_BS = torch.tensor([[1, 1, 1, 0], [0, 1, 1, 1]])
@@ -473,7 +474,8 @@ def test_a_recorder_left_open_is_flushed_at_exit(ending: str, tmp_path: Path) ->
             model(torch.ones(2, 4, dtype=torch.long))
         {ending}
     """
-    child = subprocess.run([sys.executable, "-c", textwrap.dedent(job)], cwd=ROOT, timeout=1800, capture_output=True)
+    python = warm_bin() / "python"
+    child = subprocess.run([python, "-c", textwrap.dedent(job)], cwd=ROOT, timeout=1800, capture_output=True)
     assert child.returncode == (0 if not ending else 3 if "3" in ending else 1), child.stderr
     assert len([read_micro_batch(path) for path in capture_files(tmp_path)]) == 20
 

@@ -24,6 +24,7 @@ from replay.campaign.result import CampaignResult
 from replay.command_line.cli import main, parse_command_line
 from replay.options.spec import StepMode
 from tests.helpers.schemas import assert_valid
+from tests.warm import warm_bin
 
 ROOT = Path(__file__).parents[3]
 SAMPLE = ROOT / "inputs" / "sample"
@@ -106,7 +107,7 @@ def test_an_open_process_group_is_named(tmp_path: Path) -> None:
         "torch.distributed.init_process_group('fake', store=FakeStore(), rank=1, world_size=4)\n"
         "try:\n    replay.run()\nexcept replay.UsageError as error:\n    print(error)\n"
     )
-    done = subprocess.run([sys.executable, str(script)], cwd=ROOT, capture_output=True, text=True, check=True)
+    done = subprocess.run([warm_bin() / "python", script], cwd=ROOT, capture_output=True, text=True, check=True)
     assert "this one is rank 1 of 4 of an open process group" in done.stdout
 
 
@@ -241,7 +242,7 @@ except KeyboardInterrupt as interruption:
 def test_an_interrupted_call_ends_its_ranks_and_the_log_says_so(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(INTERRUPTED_SCRIPT.format(inputs=str(SAMPLE), logs=str(tmp_path / "logs")))
-    process = subprocess.Popen([sys.executable, str(script)], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen([warm_bin() / "python", script], cwd=ROOT, stdout=subprocess.PIPE, text=True)
     try:
         while not any(path.stat().st_size for path in tmp_path.glob("logs/*/*/rank0.jsonl")):
             assert process.poll() is None
@@ -310,6 +311,6 @@ def test_a_running_event_loop_is_no_obstacle(tmp_path: Path) -> None:
     """As in a notebook. The script has no guard of `__name__`: a replay does not run it again."""
     script = tmp_path / "script.py"
     script.write_text(LOOP_SCRIPT.format(inputs=str(SAMPLE), logs=str(tmp_path / "logs")))
-    done = subprocess.run([sys.executable, str(script)], cwd=ROOT, capture_output=True, text=True, check=True)
+    done = subprocess.run([warm_bin() / "python", script], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout == "1\n"
     assert len(list((tmp_path / "logs").iterdir())) == 1

@@ -3,7 +3,6 @@
 import json
 import os
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -39,6 +38,7 @@ from tests.helpers.schemas import assert_valid
 from tests.helpers.typed import spec_of
 from tests.replay.commands.test_minimise_failure import child_of, fail
 from tests.trainers.common import make_model
+from tests.warm import warm_bin
 
 Captured = pytest.CaptureFixture[str]
 Event = Callable[[Path], list[PassRecord]]
@@ -393,7 +393,7 @@ def test_an_exception_of_the_model_is_shown_by_torch_and_transformers_alone(tmp_
     imported = {line.split()[1].partition(".")[0] for line in lines if line.startswith(("import", "from"))}
     assert imported == {"sys", "pathlib", "torch", "transformers"}
     done = subprocess.run(
-        [sys.executable, "-P", str(smallest / "repro.py")],
+        [warm_bin() / "python", str(smallest / "repro.py")],
         cwd="/",
         capture_output=True,
         text=True,

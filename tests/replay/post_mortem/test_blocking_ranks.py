@@ -3,7 +3,6 @@
 import json
 import os
 import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -35,6 +34,7 @@ from replay.post_mortem.hang import examine_hang
 from replay.post_mortem.text import describe_hang
 from tests.helpers.hanging_jobs import FATAL_PASS, JOBS
 from tests.helpers.made_captures import damage, write_pass
+from tests.warm import warm_bin
 
 pytestmark = pytest.mark.slow
 
@@ -76,7 +76,7 @@ assert LEFT.keys() == JOBS.keys()
 def ended(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("hanging")
     done = subprocess.run(
-        [sys.executable, ROOT / "tests" / "helpers" / "hanging_jobs.py", folder],
+        [warm_bin() / "python", ROOT / "tests" / "helpers" / "hanging_jobs.py", folder],
         capture_output=True,
         text=True,
         timeout=1800,
