@@ -60,6 +60,9 @@ def test_the_command_succeeds_and_leaves_its_log(command: str, short_inputs: Pat
     assert log["status"] == "finished"
     num_asked = int(command.split("--max-inputs ")[1].split()[0]) if "--max-inputs" in command else NUM_SHORT
     assert log["statistics"]["num_passes"] == num_asked
+    if "--tp 2" in command:
+        assert "needs 2 processes and 1 was started; starting them" in done.stderr
+        assert log["world_size"] == 2
     assert "passes measured" in done.stdout
     assert "\x1b" not in done.stdout
 

@@ -2,11 +2,10 @@
 
     torchrun ... -m tests.helpers.gradient_worker JOBS.json [TP [RING]]
 
-JOBS.json is a list of {"arguments": [of replay], "gradients": "FILE.pt", "sabotage": NAME, "shapes": "FILE.json",
-"inductor": true}; the last three may be left out. Without the last, what is compiled has graphs alone. FILE.pt is a
-list with a dict for each accumulation window: parameter name to whole gradient, fp32, as it was before clipping and
-stepping. FILE.json lists the shapes of all plain floating tensors that forward and backward made on rank 0. NAME is
-one of tests.helpers.sabotage.
+JOBS.json is a list of {"arguments": [of replay], "gradients": "FILE.pt", "sabotage": NAME, "shapes": "FILE.json"};
+the last two may be left out. What is compiled has graphs alone. FILE.pt is a list with a dict for each accumulation
+window: parameter name to whole gradient, fp32, as it was before clipping and stepping. FILE.json lists the shapes of
+all plain floating tensors that forward and backward made on rank 0. NAME is one of tests.helpers.sabotage.
 """
 
 import json
@@ -91,8 +90,7 @@ def _replay(job: dict[str, Any], world: World) -> int:
             stack.enter_context(SABOTAGES[job["sabotage"]](world))
         if "fused" in job["arguments"] and world.device.type == "cpu":
             stack.enter_context(liger_on_a_cpu())
-        if "inductor" not in job:
-            stack.enter_context(graphs_alone())
+        stack.enter_context(graphs_alone())
         stack.enter_context(patch("replay.runner.replayer.open_backend", opened))
         spec = read_spec(job["arguments"])
         code = run_in(world, spec, show_traceback=True).exit_code

@@ -52,7 +52,6 @@ SEVERAL_ROWS = "--no-packing" if TorchVersion(torch.__version__) >= GATHERS_IN_O
 ONE, FEW, THREE = (f"--max-inputs {number}" for number in (1, 2, 3))  # of SHORT
 FIRST = "--skip-inputs 0 --max-inputs 3"  # of the sample: two rows each
 MANY = "--max-inputs 8"  # the first training passes of the sample, rows of 441 to 912 tokens
-ALL = "--max-inputs 32"  # every training pass of the sample
 # Short files of the sample, two of each rank: 149 and 52 tokens, and 71 and 61. Two do not divide the first.
 SHORT = (11, 18, 31, 38)
 
@@ -64,7 +63,6 @@ class Job(NamedTuple):
     sabotage: str = ""
     shapes: bool = False
     backend: str = "fsdp2"
-    inductor: bool = False  # compile to kernels, and not to graphs alone
 
     @property
     def parallel(self) -> tuple[int, int]:
@@ -166,14 +164,13 @@ def replay_jobs(jobs: Sequence[Job], folders: Mapping[str, Path], home: Path) ->
     short = copy_short(home / "short")
     for job, outcome in found.items():
         outcome.home.mkdir()
-        inputs = [] if job.flags.endswith((FIRST, MANY, ALL)) else ["--inputs", str(short)]
+        inputs = [] if job.flags.endswith((FIRST, MANY)) else ["--inputs", str(short)]
         where = ["--model", str(folders[job.model]), *inputs, "--log-folder", str(outcome.log)]
         arguments = ["--backend", job.backend, *COMMON, *job.flags.split(), *where]
         worlds.setdefault((job.num_processes, job.parallel), []).append(
             {"arguments": arguments, "gradients": str(outcome.gradients)}
             | ({"sabotage": job.sabotage} if job.sabotage else {})
             | ({"shapes": str(outcome.home / "shapes.json")} if job.shapes else {})
-            | ({"inductor": True} if job.inductor else {})
         )
     for number, ((num_processes, parallel), table) in enumerate(worlds.items()):
         replay_all(table, home / f"jobs{number}.json", num_processes=num_processes, parallel=parallel)

@@ -42,9 +42,9 @@ TABLE = [
     Row("ddp", 1, False, True, True, 1, FEW),
     Row("ddp", 2, True, False, False, 2, MANY),
 ]
-# Compiling to kernels takes most of the time: one row does, and the others make graphs alone.
-# tests/actor_init/parallel/test_tensor_parallel.py has kernels under FSDP2.
-KERNELS = ("deepspeed 0",)
+# Compiling to kernels takes most of the time: one row of all tests does, and the others make graphs alone. Backends
+# differ in what they put around a block's graph, not in how it is compiled.
+KERNELS = TABLE[0]
 BF16_ROWS = [
     ("deepspeed 1", f"--zero-stage 1 --max-inputs {FEW}"),
     ("fsdp2 3", f"--backend fsdp2 --max-inputs {FEW}"),
@@ -60,20 +60,16 @@ STEP_ROWS = {
 
 @pytest.fixture(scope="module")
 def logs(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """The log folder of every row, by name; all rows of one world size run in one go."""
+    """The log folder of every row, by name; all rows of one world size run in one go, but for that with kernels."""
     home = tmp_path_factory.mktemp("logs")
-    folders: dict[str, Path] = {}
+    folders = replayed({KERNELS.name: KERNELS.arguments()}, KERNELS.num_ranks, model_folder, home)
     for num_ranks in (1, 2):
-        rows = [row for row in TABLE if row.num_ranks == num_ranks]
-        with_graphs = [row for row in rows if row.compile and row.backend not in KERNELS]
-        runs = {row.name: row.arguments() for row in rows if row not in with_graphs}
+        rows = [row for row in TABLE if row.num_ranks == num_ranks and row != KERNELS]
+        runs = {row.name: row.arguments() for row in rows}
         if num_ranks == 1:
             runs |= {f"bf16 {name}": shlex.split(flags) for name, flags in BF16_ROWS}
             runs |= {f"step {name}": shlex.split(f"{STEPPING} {flags}") for name, flags in STEP_ROWS.items()}
-        folders |= replayed(runs, num_ranks, model_folder, home)
-        if with_graphs:
-            runs = {row.name: row.arguments() for row in with_graphs}
-            folders |= replayed(runs, num_ranks, model_folder, home, graphs=True)
+        folders |= replayed(runs, num_ranks, model_folder, home, graphs=True)
     return folders
 
 

@@ -36,7 +36,6 @@ from tests.helpers.made_captures import write_pass
 from tests.helpers.read_logs import read_log
 from tests.helpers.reference import Reference
 from tests.helpers.sharded import (
-    ALL,
     COMMON,
     FEW,
     FIRST,
@@ -65,15 +64,20 @@ SGD_RATE = 0.1
 SGD_STEPPING = f"--tp 2 --step --optimizer sgd --learning-rate {SGD_RATE} --max-norm {MAX_NORM} {THREE}"
 QWEN3, GEMMA3 = "qwen3, norms on heads", "gemma3, sliding window, softcap"
 TIED = "llama, tied, biases, uneven"
-WHOLE = (TIED, "--tp 2 --sequence-parallel")  # replays all of the sample; the others a few
+# Three inputs of the sample, of two long rows each; the others have short ones.
+LONG = (TIED, "--tp 2 --sequence-parallel")
+SEEN_MODELS = ("llama", TIED, GEMMA3)  # the shapes of their tensors are looked at
 BUILTIN = f"--tp 2 --tp-plan builtin --gradient-checkpointing --zero-stage 2 --no-packing {FEW}"
 
 
 def standing_jobs() -> list[Job]:
     jobs = []
     for flags in ("--tp 2", "--tp 2 --sequence-parallel"):
-        jobs += [Job(model, 2, f"{flags} {ALL if (model, flags) == WHOLE else FEW}") for model in MODELS]
-    jobs += [Job(model, 4, f"--tp 2 {FEW}") for model in (TIED, QWEN3)]
+        jobs += [
+            Job(model, 2, f"{flags} {FIRST if (model, flags) == LONG else FEW}", shapes=model in SEEN_MODELS)
+            for model in MODELS
+        ]
+    jobs += [Job(TIED, 4, f"--tp 2 {FEW}")]
     pad = f"--tp 2 --sequence-parallel --gradient-checkpointing {SEVERAL_ROWS}"
     jobs += [Job(m, 2, f"{pad} {FEW}") for m in ("llama, tied, biases, uneven", GEMMA3)]
     jobs += [Job(m, 2, BUILTIN) for m in ("llama", QWEN3, GEMMA3)]
@@ -81,7 +85,6 @@ def standing_jobs() -> list[Job]:
     jobs += [Job(m, 4, f"{window} {FEW}") for m in ("qwen2, biases", QWEN3)]
     jobs += [Job(m, 2, f"--tp 2 --head chunks {FEW}", "small_chunks") for m in (TIED, GEMMA3)]
     jobs += [Job(TIED, 2, f"--tp 2 --head chunks --sequence-parallel {FEW}", "small_chunks")]
-    jobs += [Job(GEMMA3, 2, f"--tp 2 --head chunks {FEW}")]
     jobs += [Job(TIED, 2, f"--tp 2 --head chunks --sequence-parallel {FEW}")]
     return jobs
 
@@ -91,35 +94,27 @@ STANDING = [
     *standing_jobs(),
     Job("gemma", 2, f"--tp 2 --tp-plan builtin --sequence-parallel {FEW}"),
     Job("stablelm, no plan of its own", 2, f"--tp 2 --sequence-parallel {FEW}"),
-    Job(QWEN3, 2, f"--tp 2 --sequence-parallel --compile {ONE}", inductor=True),
+    Job(QWEN3, 2, f"--tp 2 --sequence-parallel --compile {ONE}"),
     ANY_LENGTH,
 ]
+# Each model's gradients and norms are held to the reference above; a step adds clipping and the optimizer to them.
 STEPPED = [  # AdamW hardly sees the size of a gradient
-    *[Job(model, 2, STEPPING) for model in (TIED, GEMMA3)],
-    *[Job(model, 2, SGD_STEPPING) for model in ("llama", QWEN3)],
-    *[Job(model, 2, f"{SGD_STEPPING} --sequence-parallel") for model in (TIED, QWEN3, GEMMA3)],
+    Job(GEMMA3, 2, STEPPING),
+    Job("llama", 2, SGD_STEPPING),
+    *[Job(model, 2, f"{SGD_STEPPING} --sequence-parallel") for model in (TIED, QWEN3)],
     # The check of a ring runs forwards before the optimizer is made, and a Llama's embedding is gathered by itself.
     Job("llama", 4, f"{SGD_STEPPING} --ring 2"),
 ]
 WRONG = [
-    Job("llama", 2, f"--tp 2 {ONE}", "column_for_a_row"),
     Job("gemma3, sliding window, softcap", 2, f"--tp 2 --sequence-parallel {ONE}", "column_for_a_row"),
-    Job("llama", 2, f"--tp 2 {ONE}", "different_inputs"),
     Job("llama", 2, f"--tp 2 --head chunks {ONE}", "own_shard_alone"),
     Job("qwen2, biases", 2, f"--tp 2 --sequence-parallel {ONE}", "different_inputs"),
 ]
 UNSUMMED = {  # and which gradients have to be found wrong, and no others
-    **{
-        Job(model, 2, f"--tp 2 {ONE}", "head_norms_not_summed"): ("q_norm", "k_norm")
-        for model in ("qwen3, norms on heads", "gemma3, sliding window, softcap")
-    },
+    Job(GEMMA3, 2, f"--tp 2 {ONE}", "head_norms_not_summed"): ("q_norm", "k_norm"),
     Job("qwen2, biases", 2, f"--tp 2 --sequence-parallel {ONE}", "sequence_norms_not_summed"): ("norm",),
 }
-SEEN = [
-    Job(model, 2, f"--tp 2 {ONE} {flags}".strip(), shapes=True)
-    for model in ("llama", "llama, tied, biases, uneven", "gemma3, sliding window, softcap")
-    for flags in ("", "--sequence-parallel")
-]
+SEEN = [job for job in STANDING if job.shapes]
 GATHERED = Job("llama", 2, f"--tp 2 --head whole {ONE}", "whole_logits", shapes=True)
 BF16 = [
     Job("llama, tied, biases, uneven", 2, f"--tp 2 --dtype bf16 {FEW}{flag}") for flag in ("", " --sequence-parallel")
@@ -133,7 +128,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def outcomes(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[Job, Outcome]:
-    jobs = [*STANDING, *STEPPED, *WRONG, *UNSUMMED, *SEEN, GATHERED, *BF16]
+    jobs = [*STANDING, *STEPPED, *WRONG, *UNSUMMED, GATHERED, *BF16]
     return replay_jobs(jobs, folders, tmp_path_factory.mktemp("logs"))
 
 
@@ -146,12 +141,6 @@ def test_losses_and_gradients_are_the_reference_s(job: Job, outcomes: dict[Job, 
 def test_bf16_stays_within_its_bound(job: Job, outcomes: dict[Job, Outcome]) -> None:
     outcomes[job].check_losses(BF16_BOUND)
     outcomes[job].check_norms(BF16_NORM_BOUND)
-
-
-def test_every_sample_input_is_seen(outcomes: dict[Job, Outcome]) -> None:
-    model, flags = WHOLE
-    windows = outcomes[Job(model, 2, f"{flags} {ALL}")].windows()
-    assert len({record.source for window in windows for record in window}) == 32
 
 
 @pytest.mark.parametrize("job", STEPPED, ids=lambda job: job.name)
@@ -275,22 +264,12 @@ def test_one_graph_serves_every_length(outcomes: dict[Job, Outcome]) -> None:
     assert [record.compilation.new_graphs for record in records] == [1, 0, 0]
 
 
-def test_the_processes_that_are_missing_are_started(tmp_path: Path) -> None:
-    done = run("torchrun replay --backend fsdp2 --tp 2 --max-inputs 3", tmp_path)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert "starting them" in done.stderr
-    (folder,) = tmp_path.iterdir()
-    log, records = read_log(folder)
-    assert log["world_size"] == 2
-    assert len({record.source for record in records}) == 3
-
-
 def test_a_compiled_sum_has_its_gradient(world: World) -> None:
     """Torch 2.11 loses it where an autograd.Function returns the very tensor that it has written to."""
     group = dist.group.WORLD
     assert group is not None
     inputs, weight = torch.randn(3, 4), torch.randn(4, 4, requires_grad=True)
-    summed = torch.compile(lambda x, w: sum_over(x @ w, group).sin(), backend="aot_eager")
+    summed = torch.compile(lambda x, w: sum_over(x @ w, group).sin())
     torch.autograd.backward(summed(inputs, weight).sum())
     (expected,) = torch.autograd.grad((inputs @ weight).sin().sum(), weight)
     torch.testing.assert_close(weight.grad, expected)
