@@ -58,7 +58,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 
 def pytest_report_header(config: pytest.Config) -> str:
-    return "pytest: about 9 minutes on two cores; pytest -m slow, the other tests: up to 20"
+    return "pytest: about 8 minutes on two cores; pytest -m slow, the other tests: about 20"
 
 
 def _leave_home(config: pytest.Config) -> None:
