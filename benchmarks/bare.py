@@ -63,8 +63,13 @@ def build(
 
         get_peft_model(model, LoraConfig(r=16, target_modules="all-linear")).save_pretrained(str(lora))
     layers = model.model.layers
+    is_zero3 = engine == "zero3"
     for layer in layers if compiled else ():
-        layer.compile()
+        if is_zero3:
+            # A graph of its hooks would be another for each layer.
+            layer.forward = torch.compile(layer.forward)
+        else:
+            layer.compile()
     loss_of = torch.compile(compute_loss) if compiled else compute_loss
     model.train()
     if engine == "fsdp2":
@@ -75,7 +80,7 @@ def build(
     else:
         import deepspeed
 
-        if compiled and engine == "zero3":
+        if compiled and is_zero3:
             # DeepSpeed's hooks are on every module unless a block is a leaf; inside a graph each is traced anew.
             deepspeed.utils.set_z3_leaf_modules(model, {type(layer) for layer in layers})
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -85,7 +90,11 @@ def build(
             config={
                 "train_micro_batch_size_per_gpu": 1,
                 "bf16": {"enabled": True},
-                "zero_optimization": {"stage": int(engine.removeprefix("zero"))},
+                # DeepSpeed's own linear function reads a parameter's id, which makes a graph of each layer.
+                "zero_optimization": {
+                    "stage": int(engine.removeprefix("zero")),
+                    "memory_efficient_linear": not (compiled and is_zero3),
+                },
                 "zero_allow_untested_optimizer": True,
             },
             dist_init_required=False,
