@@ -166,11 +166,11 @@ class ActorSpec:
     )
     adapter: str | None = option(
         None,
-        "A folder or an id of the Hub with a LoRA adapter, as PEFT writes it; none: build the model without. Default: "
-        "the job's adapter, with random weights, where the model's are random; a folder of weights is taken to have "
-        "it merged.",
+        "A folder or an id of the Hub with a LoRA or DoRA adapter, as PEFT writes it; none: build the model without. "
+        "Default: the job's adapter, with random weights, where the model's are random; a folder of weights is taken "
+        "to have it merged.",
         metavar="FOLDER|none",
-        brief="A LoRA adapter, as PEFT writes it.",
+        brief="A LoRA or DoRA adapter of PEFT.",
     )
     num_layers: int | None = option(
         None, "Build only the first N transformer layers.", min=1, brief="Build only the first N layers."
@@ -226,7 +226,7 @@ class ActorSpec:
     )
     compile: Compile = option(
         Compile.OFF,
-        "torch.compile each transformer block (--compile), or DeepSpeed's own compiler (--deepcompile).",
+        "torch.compile each transformer layer (--compile), or DeepSpeed's own compiler (--deepcompile).",
         flags={"--compile": Compile.BLOCKS, "--deepcompile": Compile.DEEPCOMPILE},
         named=False,
         brief="torch.compile each layer.",
@@ -241,7 +241,7 @@ class ActorSpec:
         "Which experts a mixture of experts sends each token to. recorded: the job's, with the scores that they get "
         "here; live: those chosen here. auto: recorded where the captures hold them.",
     )
-    gradient_checkpointing: bool = option(False, "Recompute each block's activations in backward.")
+    gradient_checkpointing: bool = option(False, "Recompute each layer's activations in backward.")
     optimizer: str = option(OptimizerName.AUTO.value, _optimizer_help, metavar=_list_optimizer_forms)
     learning_rate: float | None = option(
         None,

@@ -68,8 +68,8 @@ def is_objective(loss: str) -> bool:
 def _describe_losses() -> str:
     objectives = " ".join(f"{name}: {objective.help}." for name, objective in OBJECTIVES.items())
     return (
-        "auto: policy where the job noted its loss and what it needs, sft where the captures have labels, "
-        "else stand-in. "
+        "auto: policy where the job noted its loss and what it needs, recorded where the job computed its loss from "
+        "the model's logits, sft where the captures have labels, else stand-in. "
         "stand-in: the mean cross entropy of the action tokens. sft: of the label tokens, or of all real tokens. "
         f"{objectives} FILE.py:FUNCTION: your own (docs/objectives.md)."
     )
@@ -179,7 +179,7 @@ class MeasureSpec:
         VerdictRule.REPORT,
         "strict: exit code 1 where the verdict is DIFFERS or UNSETTLED, and rows padded where the job's were; "
         "report: say so.",
-        brief="strict: exit code 1 where it DIFFERS.",
+        brief="strict: exit 1 for DIFFERS and UNSETTLED.",
     )
     noise_floor: bool = option(
         True,
@@ -188,8 +188,8 @@ class MeasureSpec:
     )
     second_opinion: bool = option(
         False,
-        "Replay in fp32, too, and judge that: its bounds are narrower than those of bf16 or fp16.",
-        brief="Replay in fp32, too, and judge that.",
+        "Replay in fp32, too, whose bounds are narrower than those of bf16 or fp16; the worse verdict counts.",
+        brief="Replay in fp32, too; the worse verdict counts.",
     )
     backward: bool = option(True, "Run backward after a training pass's forward.")
     step: StepMode = option(
@@ -279,8 +279,8 @@ class ObjectiveSpec:
     reduction: Reduction = option(
         Reduction.TOKENS,
         "policy: what the loss of a pass is. tokens: the mean over its tokens; window-tokens: their sum divided by the "
-        "tokens of all passes of the step; sequences: the mean of each sequence's mean; divisor: the sum divided by "
-        "--divisor times the number of sequences.",
+        "tokens of all passes of the step, times the job's ranks; sequences: the mean of each sequence's mean; "
+        "divisor: the sum divided by --divisor times the number of sequences.",
     )
     divisor: float | None = option(
         None, "policy: of --reduction divisor; without it the job's noted `divisor`, a number.", min=0

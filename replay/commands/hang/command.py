@@ -21,7 +21,8 @@ def hang(
     """Say which rank of a job that hung was behind, and where.
 
     And whether all ranks would have met in each pass. No model is run. Exit code 0: no hang found, and all ranks did
-    the same passes and steps; 1: a rank was behind or failed, or the ranks differ; 2: wrong usage.
+    the same passes and steps; 1: a rank was behind or failed, or the ranks differ; 2: wrong usage, or a damaged
+    file without an incident.
     """
     return partial(_hang, folder, equal_shapes, json)
 

@@ -77,8 +77,8 @@ def minimise(
     """Find the fewest inputs and options with which a replay fails.
 
     Fewest files, rows, tokens, layers, ranks and options. Give the options of the replay that fails: raises, is not
-    finite, DIFFERS, hangs or dies. Each trial runs in processes of its own. Exit code 0: what is left lies in a
-    folder with one command; 1: it did not fail.
+    finite, DIFFERS, is UNSETTLED, hangs or dies. Each trial runs in processes of its own. Exit code 0: what is left
+    lies in a folder with one command; 1: it did not fail.
     """
     typed_limits = {"tries": tries, "run": run_limit, "num_runs": max_runs}
     limits = {name: value for name, value in typed_limits.items() if value is not None}

@@ -24,8 +24,9 @@ def parity(
     matrix: str | None = typer.Option(
         None,
         metavar="NAME|FILE",
-        help="quick: one process, and one tp, ring and data rank; pairs: every two values of any options together; "
-        "full: the whole product, pairs first; or a TOML file, see docs/parity.md. (default: quick)",
+        help="quick: each backend and kernel on one process, and tp, ring and data ranks on two; pairs: every two "
+        "values of any options together; full: the whole product, pairs first; or a TOML file, see docs/parity.md. "
+        "(default: quick)",
     ),
     processes: int | None = typer.Option(
         None, min=1, metavar="N", help="Processes of one run at most. (default: the GPUs, or 2 on a CPU)"

@@ -92,7 +92,7 @@ class SuiteSpec:
     )
     num_layers: int | None = _option(None, "Build only the first N transformer layers.", min=1)
     dtype: Dtype = _option(Dtype.BF16, "Compute dtype; master weights are fp32.")
-    gradient_checkpointing: bool = _option(False, "Recompute each block's activations in backward.")
+    gradient_checkpointing: bool = _option(False, "Recompute each layer's activations in backward.")
     learning_rate: float = _option(1e-4, "Of AdamW.", min=0)
     steps: int = _option(20, "Optimizer steps of each configuration.", min=2)
     max_samples: int | None = _option(
