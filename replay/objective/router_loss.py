@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from types import CodeType
 from typing import Any, Self
 
+import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
@@ -45,16 +46,55 @@ class RouterLoss:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class NotedLoss:
+    """The loss that a job's loop noted of a pass. It tells whether the loop added the routers' loss.
+
+    value  as noted; None: it noted none
+    bound  relative: how far rounding may take the same loss from it
+    """
+
+    value: float | None
+    bound: float
+
+    def find_share(self, loss: Tensor, log_probs_BA: Tensor, term: Tensor) -> Tensor:
+        """Find how many times the job's loss holds `term`, one number on the device: 0, 1, or what the log-probs weigh.
+
+        That is nan where the noted loss tells nothing: another formula than a sum of weighted log-probs, or a term that
+        rounding hides. A loop notes its loss before or after it divides it by the passes of a step, as does what the
+        log-probs weigh, and it adds the term before or after.
+
+        loss  the sum of the log-probs [B, A], each times its weight, with its graph
+        """
+        unknown = torch.full_like(term.detach(), torch.nan)
+        if self.value is None or not loss.requires_grad:
+            return unknown
+        (gradient_BA,) = torch.autograd.grad(loss, log_probs_BA, retain_graph=True)
+        loss, term, weight = loss.detach(), term.detach(), -gradient_BA.sum()
+        one = torch.ones_like(weight)
+        shares = torch.stack([torch.zeros_like(weight), one, weight])
+        noted = torch.stack([one, weight]) * self.value
+        bounds = self.bound * noted.abs().clamp(min=1)
+        fits = ((loss + shares[:, None] * term - noted).abs() <= bounds).any(dim=1)
+        least = torch.where(fits, shares, torch.inf).min()
+        most = torch.where(fits, shares, -torch.inf).max()
+        # Where rounding is as large as the term, a loss with it and one without it both fit.
+        is_told = torch.isclose(least, most, rtol=1e-3, atol=0.0) & (term.abs() > 2 * bounds.max())
+        return torch.where(is_told, most, unknown)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class RouterLossTerm:
     """The routers' loss of one pass, as a term of the pass's loss.
 
     is_real_T  which of the fed tokens T are the capture's, and no padding
     scale      what one unit of the job's loss is of the replay's
+    noted      tells whether the job's loss holds the term at all; None: it does
     """
 
     loss: RouterLoss
     is_real_T: Tensor
     scale: float = 1.0
+    noted: NotedLoss | None = None
 
     def compute(self, states: Mapping[str, RouterState]) -> Tensor:
         """Compute the term from the logits that the routers kept. Raises RuntimeError if one kept none."""
@@ -67,10 +107,15 @@ class RouterLossTerm:
 
 def asks_for_router_loss(call: Call, config: PretrainedConfig) -> bool:
     """Tell whether the job asked its model to add its routers' loss: by the call, or else by the config."""
+    return computes_router_loss(call, config) and "labels" in call.tensors
+
+
+def computes_router_loss(call: Call, config: PretrainedConfig) -> bool:
+    """Tell whether the job's model returned its routers' loss, added to its own or for the loop to add."""
     setting = call.call_facts.get("output_router_logits")
     if setting is None:
         setting = getattr(config.get_text_config(), "output_router_logits", False)
-    return bool(setting) and "labels" in call.tensors
+    return bool(setting)
 
 
 def find_router_loss(model: nn.Module) -> RouterLoss | None:

@@ -1,5 +1,6 @@
 """Prepare what the routers of a mixture of experts do in a pass, and describe what they did."""
 
+import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Self
@@ -7,17 +8,27 @@ from typing import Self
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
-from actor_init.inputs.packing import ActorInputs
+from actor_init.inputs.packing import ActorInputs, count_action_tokens
+from actor_init.optimizer import TORCH_DTYPES
 from actor_init.routes import PassRoutes, RouterFlips, match_routers, place_routes
 from actor_init.spec import Routing
 from capture.file_format.capture_file import Call
 from capture.file_format.micro_batch import MicroBatch
 from capture.record.routers import find_routers
-from replay.objective.router_loss import RouterLoss, RouterLossTerm, asks_for_router_loss, find_router_loss
+from replay.objective.router_loss import (
+    NotedLoss,
+    RouterLoss,
+    RouterLossTerm,
+    asks_for_router_loss,
+    computes_router_loss,
+    find_router_loss,
+)
+from replay.options.declarations.recorded import RECORDED
 from replay.options.resolved import ResolvedReplay
 from replay.options.spec import LossName, is_objective
 from replay.runlog.records import RoutesSection
-from replay.verdict.pass_values import scale_to_mean
+from replay.tolerances.job_bounds import LOSS, compute_bound
+from replay.verdict.pass_values import JobRouterLoss, list_job_dtypes, scale_to_mean
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,6 +38,7 @@ class PassRouting:
     routers            their names; none in a dense model
     router_loss        the loss of the routers that the model's forward may add to its own; None: it adds none
     loss               what the replay computes
+    dtype              what it computes in
     has_reversed_rows  the rows are fed from the last to the first
     """
 
@@ -35,6 +47,7 @@ class PassRouting:
     routing: Routing
     loss: str
     config: PretrainedConfig
+    dtype: str = "float32"
     has_reversed_rows: bool = False
 
     @classmethod
@@ -51,6 +64,7 @@ class PassRouting:
             routing=spec.actor.routing,
             loss=spec.measure.loss,
             config=spec.source.config,
+            dtype=str(TORCH_DTYPES[spec.actor.dtype]).removeprefix("torch."),
             has_reversed_rows=spec.inputs.reverse_rows,
         )
 
@@ -63,11 +77,15 @@ class PassRouting:
     ) -> tuple[PassRoutes | None, RouterLossTerm | None]:
         """Return what the routers do, and the term of the loss that their logits give; None where there is none.
 
-        The term is added to a loss that is a mean over the labels, as the model's own is.
+        The term is added to a loss that is a mean over the labels, as the model's own is. To one of the job's own
+        logits it is added if the loss that the job noted holds it.
         """
-        router_loss = self.find_router_loss(call)
-        is_of_labels = not is_objective(self.loss) and (self.loss == LossName.SFT or batch.action_mask_BA is None)
-        if router_loss is not None and (router_loss.why_not_computable is not None or not is_of_labels):
+        router_loss, noted = self.find_router_loss(call), None
+        if self._is_left_to_job(call):
+            router_loss, noted = self.router_loss, self._read_noted_loss(call, batch)
+        elif is_objective(self.loss) or (self.loss != LossName.SFT and batch.action_mask_BA is not None):
+            router_loss = None
+        if router_loss is not None and router_loss.why_not_computable is not None:
             router_loss = None
         recorded = place_recorded_routes(
             call,
@@ -81,8 +99,34 @@ class PassRouting:
         is_real_T = actor_inputs.captured_index.flatten() >= 0
         return (
             PassRoutes(recorded=recorded, forces=self._forces, logits_index=router_loss.logits_index),
-            RouterLossTerm(loss=router_loss, is_real_T=is_real_T, scale=scale_to_mean(call, batch)),
+            RouterLossTerm(
+                loss=router_loss,
+                is_real_T=is_real_T,
+                scale=scale_to_mean(call, batch) if noted is None else 1.0,
+                noted=noted,
+            ),
         )
+
+    def describe_job_loss(self, call: Call, share: Tensor | None) -> JobRouterLoss | None:
+        """Describe the routers' loss that the job's loop may have added to its own; None where it had none to add."""
+        if not self._is_left_to_job(call) or self.router_loss is None:
+            return None
+        return JobRouterLoss(
+            coefficient=self.router_loss.coefficient,
+            share=math.nan if share is None else share.item(),
+            is_noted=isinstance(call.outputs.get("noted_loss"), float),
+        )
+
+    def _is_left_to_job(self, call: Call) -> bool:
+        """Tell whether the job's loop computed its loss, and its model gave it a routers' loss to add."""
+        return self.loss == RECORDED.name and call.trains and computes_router_loss(call, self.config)
+
+    def _read_noted_loss(self, call: Call, batch: MicroBatch) -> NotedLoss:
+        value = call.outputs.get("noted_loss")
+        dtypes = [*(list_job_dtypes(call) or ["bfloat16"]), self.dtype]
+        num_layers = self.config.get_text_config().num_hidden_layers
+        bound = compute_bound(LOSS, dtypes, num_layers, count_action_tokens(batch), is_mixture=True)
+        return NotedLoss(value=value if isinstance(value, float) else None, bound=bound)
 
     def has_job_routes(self, flips: Sequence[RouterFlips]) -> bool:
         """Tell whether every router of the model sent each token to the experts that the job chose."""
@@ -99,7 +143,7 @@ class PassRouting:
             flips_by_router={
                 router_flips.router: len(router_flips.distances) for router_flips in flips if router_flips.distances
             },
-            router_loss=None if router_loss is None else router_loss.item(),
+            router_loss=(router_loss.item() or None) if router_loss is not None else None,
         )
 
     @property

@@ -357,6 +357,7 @@ class Replayer:
             has_job_layout=generator_observer.has_drawn and has_job_layout(inputs, batch, self.spec.actor.parallel),
             router_flips=outcome.router_flips,
             has_job_routes=self._routing.has_job_routes(outcome.router_flips),
+            job_router_loss=self._routing.describe_job_loss(captured_pass, outcome.router_share),
             weights_before_pass=weights_before_pass,
         )
         if self.details_folder is not None:

@@ -34,7 +34,7 @@ from replay.runner.out_of_memory import OutOfMemory
 from replay.runner.rounding_floor import RunRepeater
 from replay.runner.single_pass_gradients import measure_single_pass_gradients
 from replay.runner.trials import run_trials
-from replay.tolerances.job_bounds import NoiseFloor
+from replay.tolerances.job_bounds import GRADIENT, GRADIENT_RMS, NoiseFloor
 from replay.verdict.causes.trial import TrialReport
 from replay.verdict.findings import VerdictSettings
 from replay.verdict.judge import JudgedRun, PassEvidence, judge, judge_without_causes
@@ -42,7 +42,12 @@ from replay.verdict.loss_remarks import describe_loss_weights
 from replay.verdict.model_facts import ModelDifference
 from replay.verdict.outcomes import Outcome, Verdict
 from replay.verdict.pass_values import is_mixture
-from replay.verdict.route_findings import describe_flips, describe_router_loss, note_job_routes
+from replay.verdict.route_findings import (
+    describe_absent_router_loss,
+    describe_flips,
+    describe_router_loss,
+    note_job_routes,
+)
 from replay.verdict.text import format_verdict
 from replay.verdict.training_remarks import describe_weighting, list_training_remarks
 from replay.verdict.weight_check import WeightChecker
@@ -298,6 +303,7 @@ def conclude(
             *describe_loss_weights(passes),
             *describe_flips(passes),
             *describe_router_loss(passes),
+            *describe_absent_router_loss(passes, has_same_gradient=_has_same_gradient(verdict)),
             *(("note", f"{topic}: {text}") for topic, text in training_remarks),
             *notes,
             *remarks,
@@ -365,6 +371,12 @@ def describe_trials(report: TrialReport) -> Pairs:
         return [("no trial", why) for why in report.not_run[:1]]
     trials, forwards = pluralise(len(report.results), "trial"), pluralise(report.num_forwards, "forward")
     return [("also ran", f"{trials} of pass {report.index + 1}, in {forwards}")]
+
+
+def _has_same_gradient(verdict: Verdict) -> bool:
+    """Tell whether the job's gradient was judged by its elements, and agrees wherever it was."""
+    elements = [finding for finding in verdict.worst if finding.name in (GRADIENT, GRADIENT_RMS)]
+    return verdict.reproduced and any(finding.agrees for finding in elements)
 
 
 def _is_worse(verdict: Verdict, other: Verdict) -> bool:

@@ -122,6 +122,7 @@ class PassOutcome:
     grad_norm     of the window; None in a pass that does not end a whole one
     router_flips  of each router that was compared with the job's: the tokens whose scores here choose other experts
     router_loss   the routers' part of `loss`; None: it has none
+    router_share  how many times the job's noted loss holds the routers'; nan: not told; None: that is not asked
     """
 
     log_probs_BA: Tensor
@@ -130,6 +131,7 @@ class PassOutcome:
     cost: CostSection
     router_flips: Sequence[RouterFlips] = ()
     router_loss: Tensor | None = None
+    router_share: Tensor | None = None
 
 
 class PassObserver:
@@ -330,6 +332,10 @@ def run_pass(
                 loss = inputs.compute_loss(log_probs_BA)
                 term = inputs.router_loss_term
                 router_loss = None if term is None else term.compute(router_states)
+                router_share: Tensor | None = None
+                if term is not None and router_loss is not None and term.noted is not None:
+                    router_share = term.noted.find_share(loss, log_probs_BA, router_loss)
+                    router_loss = router_share.nan_to_num() * router_loss
                 if router_loss is not None:
                     loss = loss + router_loss
             notifier.after_forward(log_probs_BA, loss)
@@ -374,6 +380,7 @@ def run_pass(
             cost=cost,
             router_flips=router_flips,
             router_loss=None if router_loss is None else router_loss.detach(),
+            router_share=router_share,
         )
     finally:
         # The logits kept for the loss hold the autograd graph, and that holds the parameters. After a pass that failed

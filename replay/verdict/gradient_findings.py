@@ -5,7 +5,7 @@ the gradient's norm, single elements of it, and the parameters that had no gradi
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from capture.file_format.optimizer_step import OptimizerStep
@@ -43,6 +43,7 @@ from replay.verdict.trained_parameters import find_missing_gradients, find_train
 
 UNKNOWN_OBJECTIVE = "the gradient is of the job's objective, which the replay may not compute"
 ANOTHER_LOSS = "the job differentiated another loss than the one that its model returned"
+UNKNOWN_ROUTER_LOSS = "the job's loop may have added the routers' loss of its model"
 MAX_NAMED = 4
 MAX_FORWARDS = 8
 # Relative: how near the inverse of a loss scale is to the factor of the gradients.
@@ -204,6 +205,8 @@ def _compare_gradient(window: Sequence[ComparedPass], settings: VerdictSettings)
             doubt = None
     if doubt is None and evidence is not None:
         doubt = _doubt_scale_of_weights(window, evidence)
+    if doubt is None:
+        doubt = _doubt_router_loss(window, evidence, settings, dtypes)
     missing = [] if gradient is None else find_missing_gradients(gradient, steps, doubt)
     weighting = _compare_weighting(window, job_norms, replay_norm) if doubt is None else None
     if weighting is not None:
@@ -428,6 +431,44 @@ def _doubt_scale_of_weights(window: Sequence[ComparedPass], evidence: GradientEv
         f"the weights of the loss that the job differentiated add up to {total:.6g}, and its gradients are divided by "
         "as much: a loss scale of its own, perhaps"
     )
+
+
+def _doubt_router_loss(
+    window: Sequence[ComparedPass],
+    evidence: GradientEvidence | None,
+    settings: VerdictSettings,
+    dtypes: Sequence[str],
+) -> str | None:
+    """Say so where the gradient may hold a routers' loss that the job's loop added, and the replay's does not.
+
+    That loss reaches each router and what comes before the last one. So it is no reason where the routers' gradients
+    agree, nor where that of the last router's experts or of the head differs.
+    """
+    losses = [member.replayed.job_router_loss for member in window if member.replayed.job_router_loss is not None]
+    if all(loss.is_held for loss in losses):
+        return None
+    noted = "the noted loss does not tell, or does not hold it. Try: recorder.note(loss=...) with all that is added"
+    advice = noted if all(loss.is_noted for loss in losses) else "no loss was noted. Try: recorder.note(loss=...)"
+    doubt = f"{UNKNOWN_ROUTER_LOSS}: {advice}"
+    routers = [flips.router for member in window for flips in member.replayed.router_flips]
+    if evidence is None or not routers:
+        return doubt
+
+    def do_differ(names: Collection[str]) -> bool:
+        compared = {name: own for name, own in evidence.parameters.items() if name in names}
+        found = judge_signatures(
+            GradientEvidence(parameters=compared), settings, dtypes, window[-1].record.index, doubt=None
+        )
+        return any(finding.status is FindingStatus.DIFFERS for finding in found)
+
+    of_routers = [name for name in evidence.parameters if name.startswith(tuple(f"{router}." for router in routers))]
+    mixture = f"{routers[-1].rpartition('.')[0]}."
+    behind = [
+        name
+        for name in evidence.parameters
+        if name not in of_routers and (name.startswith(mixture) or "lm_head" in name.split("."))
+    ]
+    return doubt if (do_differ(of_routers) or not of_routers) and not do_differ(behind) else None
 
 
 def _explain_overflow(

@@ -7,6 +7,7 @@ objective only the job's loop knew: then equal numbers are evidence, and differe
 Shape letters: B rows, S tokens a row, A columns of the action mask (the last tokens of each row).
 """
 
+import math
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -448,6 +449,25 @@ class SteppedSample:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class JobRouterLoss:
+    """The routers' loss that the job's model returned, and its loop may have added to a loss of its own.
+
+    coefficient  that of the model's config
+    share        how many times the loss that the job noted holds it; nan where that does not tell
+    is_noted     the job noted a loss
+    """
+
+    coefficient: float
+    share: float
+    is_noted: bool
+
+    @property
+    def is_held(self) -> bool:
+        """The noted loss holds it, so that the replay's does."""
+        return not math.isnan(self.share) and self.share != 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ReplayedPass:
     """What a replay computed of one pass.
 
@@ -461,6 +481,7 @@ class ReplayedPass:
                       drew no random numbers
     router_flips      of a mixture of experts, by router: the tokens whose scores here choose other experts than the job
     has_job_routes    every token went to the job's experts
+    job_router_loss   None where the job's loop had none to add to its loss
     weights_before_pass  those that the pass ran on, where the job sampled them; empty before the first step
     """
 
@@ -473,6 +494,7 @@ class ReplayedPass:
     has_job_layout: bool = False
     router_flips: Sequence[RouterFlips] = ()
     has_job_routes: bool = False
+    job_router_loss: JobRouterLoss | None = None
     weights_before_pass: Sequence[SteppedSample] = ()
 
 

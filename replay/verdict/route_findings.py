@@ -82,6 +82,24 @@ def describe_router_loss(passes: Iterable[tuple[PassRecord, RecordedPass | None,
     return []
 
 
+def describe_absent_router_loss(
+    passes: Iterable[tuple[PassRecord, RecordedPass | None, ReplayedPass]], *, has_same_gradient: bool
+) -> Pairs:
+    """Say so where the job's loop did not add its model's routers' loss, though the model's config turns that on.
+
+    has_same_gradient  the job's gradient was judged, and is the replay's
+    """
+    losses = [replayed.job_router_loss for _, _, replayed in passes if replayed.job_router_loss is not None]
+    if not losses or any(loss.is_held for loss in losses):
+        return []
+    is_absent = losses[0].share == 0
+    places = [*(["the noted loss"] if is_absent else []), *(["the routers' gradient"] if has_same_gradient else [])]
+    if not places:
+        return []
+    where = f"in neither {' nor '.join(places)}" if len(places) > 1 else f"not in {places[0]}"
+    return [("note", f"routers: the config's routers' loss (coefficient {losses[0].coefficient:g}) is {where}")]
+
+
 def name_layer(router: str) -> str:
     """Name the layer that a router stands in, as in `layer 5`; the router where its name has no number."""
     match = LAYER.search(router)

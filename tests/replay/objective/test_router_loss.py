@@ -6,6 +6,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+import torch.nn.functional as F
 import transformers
 from safetensors.torch import save_file
 from transformers import MixtralConfig, MixtralForCausalLM
@@ -13,7 +14,7 @@ from transformers import MixtralConfig, MixtralForCausalLM
 from actor_init.routes import PassRoutes, steer_routers
 from capture import recording
 from replay.command_line.cli import main
-from replay.objective.router_loss import RouterLossTerm, find_router_loss
+from replay.objective.router_loss import NotedLoss, RouterLossTerm, find_router_loss
 from tests.helpers.families import tiny_config, tiny_model
 
 RELEASE = tuple(map(int, transformers.__version__.split(".")[:2]))
@@ -47,6 +48,25 @@ def record_job(
     with recording(model, home / "captures", reproduce=True):
         model(input_ids=ids_BS, attention_mask=mask_BS, labels=labels_BS, **in_call).loss.backward()
     return cast(MixtralForCausalLM, model)
+
+
+def record_own_loss(home: Path, *, adds: bool, notes: bool) -> None:
+    """Record a step of a loop that computes the cross entropy itself, and may add the routers' loss, and note all."""
+    torch.manual_seed(0)
+    model: Any = MixtralForCausalLM(MixtralConfig(**SIZES, output_router_logits=True))
+    model.config.save_pretrained(home / "model")
+    save_file(model.state_dict(), home / "model" / "model.safetensors")
+    ids_BS = torch.randint(64, (2, 12))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with recording(model, home / "captures", reproduce=True) as recorder:
+        output = model(input_ids=ids_BS, attention_mask=torch.ones_like(ids_BS))
+        loss = F.cross_entropy(output.logits[:, :-1].flatten(0, 1), ids_BS[:, 1:].flatten())
+        if adds:
+            loss = loss + 0.5 * output.aux_loss
+        if notes:
+            recorder.note(loss=loss)
+        loss.backward()
+        optimizer.step()
 
 
 def replay_job(home: Path, *typed: str) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -129,3 +149,48 @@ def test_the_term_is_what_the_model_adds(family: str) -> None:
 @pytest.mark.parametrize("family", ["llama", "deepseek_v3", "llama4_text"])
 def test_a_family_that_adds_none_has_none(family: str) -> None:
     assert find_router_loss(tiny_model(tiny_config(family))) is None
+
+
+@pytest.mark.parametrize("divisor", [1, 4])
+@pytest.mark.parametrize(("is_divided", "share"), [(True, 1.0), (False, 1.0), (True, 0.0), (False, 0.0)])
+def test_a_noted_loss_tells_whether_it_holds_the_routers_loss(divisor: int, is_divided: bool, share: float) -> None:
+    """The job's loss is computed by torch's own cross entropy, noted before or after it is divided."""
+    torch.manual_seed(0)
+    logits_NV, targets_N = torch.randn(12, 8), torch.randint(8, (12,))
+    term = torch.tensor(0.04)
+    job_loss = F.cross_entropy(logits_NV, targets_N) + share * term
+    noted = float(job_loss / divisor if is_divided else job_loss)
+    log_probs_BA = logits_NV.log_softmax(-1).gather(-1, targets_N[:, None]).view(3, 4).requires_grad_()
+    loss = -(log_probs_BA / 12 / divisor).sum()
+    found = NotedLoss(value=noted, bound=1e-5).find_share(loss, log_probs_BA, term)
+    assert float(found) == pytest.approx(share / divisor)
+
+
+@pytest.mark.parametrize(
+    ("value", "bound"),
+    [
+        # Of another formula, of a coefficient that is not the config's, and of a rounding as large as the term.
+        (-0.7, 1e-5),
+        (2.02, 1e-5),
+        (2.04, 0.02),
+        (None, 1e-5),
+    ],
+)
+def test_a_noted_loss_that_fits_neither_tells_nothing(value: float | None, bound: float) -> None:
+    log_probs_BA = torch.full((2, 4), -2.0, requires_grad=True)
+    found = NotedLoss(value=value, bound=bound).find_share(-log_probs_BA.mean(), log_probs_BA, torch.tensor(0.04))
+    assert found.isnan()
+
+
+@pytest.mark.parametrize(
+    ("adds", "notes", "outcome"),
+    [(True, True, "REPRODUCED"), (False, True, "REPRODUCED"), (False, False, "REPRODUCED"), (True, False, "UNSETTLED")],
+)
+def test_the_routers_loss_of_a_loop_s_own_loss_is_added_where_it_was_noted(
+    adds: bool, notes: bool, outcome: str, tmp_path: Path, one_world: None
+) -> None:
+    """A sound job that notes nothing is not blamed for a routers' loss that nobody told of."""
+    record_own_loss(tmp_path, adds=adds, notes=notes)
+    verdict, line = replay_job(tmp_path, "--loss", "recorded")
+    assert verdict["outcome"] == outcome
+    assert (line["router_loss"] is not None) is (adds and notes)

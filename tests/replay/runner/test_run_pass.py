@@ -368,10 +368,22 @@ def test_the_loss_is_weighed_in_the_backward_alone(events: list[str], inputs: Pa
 
 
 def test_the_routers_loss_is_a_part_of_the_loss(events: list[str], inputs: PassInputs) -> None:
-    term: Any = SimpleNamespace(compute=lambda routers: torch.tensor(3.0))
+    term: Any = SimpleNamespace(compute=lambda routers: torch.tensor(3.0), noted=None)
     outcome, _ = run_window(events, inputs, router_loss_term=term)
     assert outcome.router_loss is not None
     assert (outcome.loss.item(), outcome.router_loss.item()) == (2.0 * count_tokens(inputs) + 3.0, 3.0)
+
+
+@pytest.mark.parametrize(("share", "added"), [(0.0, 0.0), (1.0, 3.0), (0.25, 0.75), (math.nan, 0.0)])
+def test_the_routers_loss_is_added_as_often_as_the_noted_loss_holds_it(
+    share: float, added: float, events: list[str], inputs: PassInputs
+) -> None:
+    noted = SimpleNamespace(find_share=lambda loss, log_probs_BA, term: torch.tensor(share))
+    term: Any = SimpleNamespace(compute=lambda routers: torch.tensor(3.0), noted=noted)
+    outcome, _ = run_window(events, inputs, router_loss_term=term)
+    assert outcome.loss.item() == 2.0 * count_tokens(inputs) + added
+    assert outcome.router_share is not None
+    assert outcome.router_share.item() == pytest.approx(share, nan_ok=True)
 
 
 def test_a_pass_that_runs_again_steps_nothing_and_draws_nothing(events: list[str], inputs: PassInputs) -> None:

@@ -1,15 +1,19 @@
 """A token at a tie may take another expert; a router whose scores clearly choose others differs."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
+
+import pytest
 
 from actor_init.routes import RouterFlips
 from replay.runlog.records import PassRecord, RoutesSection
 from replay.tolerances.job_bounds import TOKENS, compute_flip_bound, compute_tie_distance
 from replay.verdict.findings import FindingStatus, VerdictSettings
-from replay.verdict.pass_values import RecordedPass, ReplayedPass, WeightComparison
+from replay.verdict.pass_values import JobRouterLoss, RecordedPass, ReplayedPass, WeightComparison
 from replay.verdict.route_findings import (
     compare_routes,
+    describe_absent_router_loss,
     describe_flips,
     describe_router_loss,
     name_layer,
@@ -118,3 +122,25 @@ def test_what_the_routers_add_to_the_loss_is_said() -> None:
     passes = [(record(1), RECORDED, ReplayedPass()), (with_loss, RECORDED, ReplayedPass())]
     assert describe_router_loss(passes) == [("routers", "their loss adds 0.25 to that of pass 3")]
     assert describe_router_loss(passes[:1]) == []
+
+
+@pytest.mark.parametrize(
+    ("share", "has_same_gradient", "where"),
+    [
+        (0.0, True, "in neither the noted loss nor the routers' gradient"),
+        (0.0, False, "not in the noted loss"),
+        (math.nan, True, "not in the routers' gradient"),
+        (math.nan, False, None),
+        (1.0, True, None),
+    ],
+)
+def test_a_routers_loss_that_the_loop_left_out_is_noted(
+    share: float, has_same_gradient: bool, where: str | None
+) -> None:
+    left_to_job = JobRouterLoss(coefficient=0.02, share=share, is_noted=True)
+    passes = [(record(0), RECORDED, ReplayedPass(job_router_loss=left_to_job))]
+    notes = describe_absent_router_loss(passes, has_same_gradient=has_same_gradient)
+    said = f"routers: the config's routers' loss (coefficient 0.02) is {where}"
+    assert notes == ([] if where is None else [("note", said)])
+    none_asked = [(record(0), RECORDED, ReplayedPass())]
+    assert describe_absent_router_loss(none_asked, has_same_gradient=True) == []
