@@ -13,6 +13,7 @@ from replay.output.text import name_some, pluralise
 from replay.tolerances.difference import relative_difference
 from replay.tolerances.job_bounds import TOKENS
 from replay.verdict.causes.cause import CauseName
+from replay.verdict.cleared_passes import find_cleared_passes
 from replay.verdict.pass_values import RecordedPass
 from replay.verdict.step_remarks import list_step_remarks
 from replay.verdict.training_remarks import LABEL, SAME_ON_RANKS
@@ -35,6 +36,10 @@ def check_training(subject: LintSubject) -> Iterator[LintRemark]:
     yield from _check_unseen_steps(subject)
     for text in list_step_remarks(subject.passes, is_whole=subject.is_whole, is_stillness_told=False):
         yield LintRemark(topic=LABEL, text=text, weight=Weight.NO_TRAINING)
+    if (cleared := find_cleared_passes(subject.passes)) is not None:
+        yield LintRemark(
+            topic="passes", text=cleared.describe(), weight=Weight.NO_TRAINING, cause=CauseName.WINDOW_WEIGHTS
+        )
     yield from _check_config(subject)
     yield from _check_code(subject)
     yield from _check_ties(subject)

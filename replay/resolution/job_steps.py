@@ -67,7 +67,12 @@ def find_followed_steps(
     followed: list[JobWindow] = []
     reason: str | None = None
     for window in windows:
-        reason = _explain_unfollowable(window, windows[0], actor, job_names)
+        is_behind_its_step = not window.steps and any(window.number == other.number for other in followed)
+        reason = (
+            f"no step of the job takes the passes that come behind its step {followed[-1].place + 1} here"
+            if is_behind_its_step
+            else _explain_unfollowable(window, windows[0], actor, job_names)
+        )
         if reason is not None:
             break
         followed.append(window)

@@ -33,6 +33,7 @@ from replay.verdict.causes.wrong_gradient import (
     find_wrong_gradient,
     name_parameters,
 )
+from replay.verdict.cleared_passes import find_cleared_passes
 from replay.verdict.dropout_masks import MaskStatus
 from replay.verdict.gradient_evidence import ComparedGradient
 from replay.verdict.gradient_findings import ANOTHER_LOSS, UNKNOWN_OBJECTIVE, ComparedPass, compute_job_weights
@@ -117,6 +118,16 @@ def find_scaled_loss(evidence: CauseEvidence) -> Cause | None:
             sentence=f"each loss is divided by the {usual_number} passes of a full step, and the job's step "
             f"{(verdict.optimizer_step or 0) + 1} has {num_passes}: its gradient is {seen_factor:.4g} times the loss's",
             try_next="divide by the passes that a step really has, as at the end of an epoch",
+            explains=(*GRADIENT_FINDINGS, WEIGHTING),
+        )
+    cleared = find_cleared_passes(compared.recorded for compared in evidence.passes)
+    if cleared is not None and math.isclose(factor, num_passes / cleared.num_passes, rel_tol=1e-3):
+        return Cause(
+            name=CauseName.WINDOW_WEIGHTS,
+            sureness=Sureness.IS,
+            sentence=f"{cleared.describe()}; the losses of the others are divided by {cleared.num_passes}, "
+            f"{name_time(verdict)}",
+            try_next="call zero_grad once a step, behind optimizer.step()",
             explains=(*GRADIENT_FINDINGS, WEIGHTING),
         )
     if num_passes > 1 and math.isclose(factor, num_passes, rel_tol=1e-3):

@@ -5,6 +5,7 @@ from replay.tolerances.job_bounds import GRADIENT_QUANTITIES, STEPPED
 from replay.verdict.causes.cause import Cause, CauseName, Sureness
 from replay.verdict.causes.evidence import CauseEvidence, CauseRule, name_time
 from replay.verdict.causes.model_rules import FORWARD_FINDINGS
+from replay.verdict.cleared_passes import find_cleared_passes
 from replay.verdict.optimizer_facts import (
     StateFactKind,
     count_stepped_parameters,
@@ -117,11 +118,14 @@ def find_untaken_passes(evidence: CauseEvidence) -> Cause | None:
         number = recorded.forward_number
         is_between = number is not None and forwards and min(forwards) < number < max(forwards)
         if evidence.first_wrong is not None and recorded.trains and is_between and number not in forwards:
+            cleared = find_cleared_passes(compared.recorded for compared in evidence.passes)
+            of_pass = f"pass {compared.record.index + 1} ({compared.record.source})"
             return Cause(
                 name=CauseName.STEPS_SKIPPED,
                 sureness=Sureness.PROBABLY,
-                sentence=f"no step of the job takes the gradient of pass {compared.record.index + 1} "
-                f"({compared.record.source}): a step is left out there",
+                sentence=f"no step of the job takes the gradient of {of_pass}: a step is left out there"
+                if cleared is None
+                else cleared.describe(),
                 try_next="look for a step that is skipped, or gradients that are cleared before it",
                 explains=EXPLAINED,
             )

@@ -92,6 +92,12 @@ def test_steps_that_cannot_be_taken_are_not_followed(window: JobWindow, why: str
     assert why in format_error_with_flags(found)
 
 
+def test_passes_behind_the_steps_that_no_step_takes_end_what_is_followed() -> None:
+    followed = follow(make_window(0, {"lr": 0.5}), make_window(1, {"lr": 0.5}), make_window(2, number=0))
+    assert len(followed.settings) == 2
+    assert followed.why_no_more == "no step of the job takes the passes that come behind its step 2 here"
+
+
 def make_ranks_window(*rank_groups: Sequence[dict[str, Any]]) -> JobWindow:
     windows = [make_window(0, *groups) for groups in rank_groups]
     passes = [
