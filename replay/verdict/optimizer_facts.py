@@ -129,7 +129,7 @@ def _check_next(earlier: OptimizerStep, step: OptimizerStep) -> list[StateFact]:
     """Tell whether the optimizer counted the steps from one recorded step to a later one."""
     num_between = step.number - earlier.number
     if not step.has_state:
-        is_lost = earlier.has_state or _keeps_state(earlier)
+        is_lost = earlier.has_state or keeps_state(earlier)
         return [StateFact(kind=StateFactKind.LOST, step=step.number, counted=None)] if is_lost else []
     if len(step.state_steps) != 1 or len(earlier.state_steps) > 1:
         return []
@@ -148,7 +148,7 @@ def _check_next(earlier: OptimizerStep, step: OptimizerStep) -> list[StateFact]:
     return [StateFact(kind=kind, step=step.number, counted=counted, expected=expected)]
 
 
-def _keeps_state(step: OptimizerStep) -> bool:
+def keeps_state(step: OptimizerStep) -> bool:
     """Tell whether an optimizer with these settings has a state after its first step; plain SGD has none."""
     return any(
         "betas" in group or "beta2_decay" in group or "decay_rate" in group or group.get("momentum")

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from capture.file_format.optimizer_step import OptimizerStep
 from replay.output.text import pluralise
-from replay.verdict.optimizer_facts import count_stepped_parameters
+from replay.verdict.optimizer_facts import count_stepped_parameters, keeps_state
 from replay.verdict.pass_values import RecordedPass
 from replay.verdict.weight_movement import find_moved_parameters
 
@@ -64,6 +64,22 @@ def _check_movement(trained: Sequence[RecordedPass], steps: Sequence[OptimizerSt
         return None
     number = len({step.number for step in steps})
     return f"none of {pluralise(len(unmoved), 'sampled parameter')} moved in {pluralise(number, 'recorded step')}"
+
+
+def holds_no_trained_parameter(passes: Sequence[RecordedPass]) -> bool:
+    """Tell whether the optimizer holds none of the parameters that are trained: they have gradients, and never move.
+
+    An optimizer makes its state for what has a gradient. One that has none after several steps got no gradient, or is
+    made anew for each step, whose weights move.
+    """
+    steps = [recorded.step_after for recorded in passes if recorded.step_after is not None]
+    if len({step.number for step in steps}) < 2 or not all(
+        step.has_state is False and keeps_state(step) for step in steps
+    ):
+        return False
+    with_gradient = {sample.name for step in steps if step.gradients is not None for sample in step.gradients.samples}
+    moved, unmoved = find_moved_parameters(passes)
+    return not moved and bool(with_gradient.intersection(unmoved)) and _check_learning_rate(steps) is None
 
 
 def _check_share(trained: Sequence[RecordedPass], steps: Sequence[OptimizerStep]) -> str | None:

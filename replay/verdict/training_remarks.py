@@ -18,7 +18,7 @@ from replay.verdict.optimizer_facts import find_facts_of_ranks
 from replay.verdict.outcomes import Outcome, PassVerdict, Verdict
 from replay.verdict.pass_values import MOVED, NEXT_TOKENS, RecordedPass, match_parameter_name
 from replay.verdict.pass_windows import group_into_windows
-from replay.verdict.step_remarks import list_step_remarks
+from replay.verdict.step_remarks import holds_no_trained_parameter, list_step_remarks
 
 LABEL = "trained"
 # A relative difference: averaged gradients are equal on all ranks, but may have been added up in another order.
@@ -52,7 +52,8 @@ def _check_optimizer_state(passes: Sequence[PassEvidence]) -> Pairs:
         if recorded is not None and recorded.step_after is not None:
             steps_by_rank.setdefault(recorded.rank, []).append(recorded.step_after)
     facts = find_facts_of_ranks(steps_by_rank.values())
-    if not facts:
+    # An optimizer that steps nothing has lost no state.
+    if not facts or holds_no_trained_parameter([recorded for _, recorded, _ in passes if recorded is not None]):
         return []
     others = f", and {pluralise(len(facts) - 1, 'more such fact')}" if facts[1:] else ""
     return [("optimizer", f"{facts[0].describe()}{others}")]

@@ -13,6 +13,7 @@ from replay.verdict.optimizer_facts import (
     read_step_count,
 )
 from replay.verdict.pass_values import MOVED, OPTIMIZER, OPTIMIZER_STATE
+from replay.verdict.step_remarks import holds_no_trained_parameter
 
 # A step that is another one explains the weights after it, and every number of later passes.
 OF_STEP = (OPTIMIZER, OPTIMIZER_STATE, MOVED, STEPPED)
@@ -194,6 +195,16 @@ def find_left_out_parameters(evidence: CauseEvidence) -> Cause | None:
     num_trainable = max(
         compared.recorded.weights.num_parameters - compared.recorded.num_frozen for compared in evidence.passes
     )
+    if holds_no_trained_parameter([compared.recorded for compared in evidence.passes]):
+        return Cause(
+            name=CauseName.OPTIMIZER,
+            sureness=Sureness.IS,
+            sentence=f"the optimizer holds none of the parameters that are trained ({num_trainable}): they "
+            "have gradients and never move, and it never has a state",
+            try_next="make the optimizer after all that makes new parameters (get_peft_model, fully_shard, "
+            "resize_token_embeddings), of those that require a gradient",
+            explains=EXPLAINED,
+        )
     most = count_stepped_parameters(steps, num_trainable)
     if most is None:
         return None
