@@ -411,15 +411,14 @@ def _list_decay(subject: LintSubject) -> Iterator[LintRemark]:
     """Say so where norms and biases decay like other weights: a list of names without decay may have missed them."""
     groups = [group for step in _list_steps(subject) for group in step.settings]
     decays = {group.get("weight_decay") for group in groups}
-    if len(decays) != 1 or not (decay := decays.pop()):
+    # Who leaves AdamW's decay as it is has no opinion on which parameters it is for.
+    if len(decays) != 1 or not (decay := decays.pop()) or decay == _ADAMW_DECAY:
         return
     vectors = [sample.name for recorded in subject.trained for sample in recorded.samples if len(sample.shape) == 1]
     if vectors:
         patterns = format_patterns(dict.fromkeys(vectors), _list_names(subject))
         text = f"weight decay {decay:g} acts on all parameters, on {name_some(patterns, _MAX_NAMED)}, too"
-        # Who leaves AdamW's decay as it is has no opinion on which parameters it is for.
-        is_chosen = decay != _ADAMW_DECAY
-        yield LintRemark(topic="decay", text=text, weight=Weight.SETTING if is_chosen else Weight.FACT)
+        yield LintRemark(topic="decay", text=text, weight=Weight.SETTING)
 
 
 def _list_dtypes(subject: LintSubject) -> Iterator[LintRemark]:
