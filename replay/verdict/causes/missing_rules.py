@@ -33,6 +33,13 @@ def find_missing_gradient(evidence: CauseEvidence) -> Cause | None:
         )
     module = _find_module_without_gradient(missing, names)
     place = "" if module is None or module in what else f"; no parameter of {module} has one"
+    # In a job of an adapter nothing before its modules needs a gradient, and reentrant checkpointing then makes none.
+    of_adapter = (
+        "; or reentrant gradient checkpointing whose inputs need no gradient: enable_input_require_grads(), or "
+        "use_reentrant=False"
+        if any("lora_" in name for name in missing)
+        else ""
+    )
     return Cause(
         name=CauseName.NO_GRADIENT,
         sureness=Sureness.IS,
@@ -40,7 +47,7 @@ def find_missing_gradient(evidence: CauseEvidence) -> Cause | None:
         # that the loop dropped after it.
         sentence=f"the job steps without a gradient for {what}, {name_time(verdict)}{place}",
         try_next="look for detach(), no_grad, .data or a copy of a tensor on the way from these parameters to the "
-        "loss, and in the loop for gradients that are set to None",
+        f"loss, and in the loop for gradients that are set to None{of_adapter}",
         explains=GRADIENT_FINDINGS,
     )
 

@@ -42,6 +42,18 @@ def test_parameters_without_a_gradient_and_their_module(without: Sequence[str], 
     assert cause.sentence == f"the job steps without a gradient {words}"
 
 
+def test_of_an_adapter_reentrant_checkpointing_is_among_what_to_look_for() -> None:
+    lora = {f"model.layers.0.{part}_proj.lora_B.default.weight": SOUND[NAMES[0]] for part in "qv"}
+    gradients = {**SOUND, **lora}
+    tries = []
+    for without in (list(lora), NAMES[:1]):
+        window = make_window([gradients], gradients, without=without)
+        cause = find_missing_gradient(make_gradient_evidence(window, names=(MISSING_GRADIENT,)))
+        assert cause is not None
+        tries.append("reentrant gradient checkpointing" in str(cause.try_next))
+    assert tries == [True, False]
+
+
 def test_beside_a_wrong_forward_they_take_no_part_in_the_model() -> None:
     """What is detached computes the same."""
     window = make_window([SOUND], SOUND, without=LAYER)
