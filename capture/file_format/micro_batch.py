@@ -178,10 +178,14 @@ def with_shift_labels_as_labels(batch: MicroBatch) -> MicroBatch:
 
 
 def with_loss_targets_as_labels(batch: MicroBatch) -> MicroBatch:
-    """Return the same micro-batch with the targets of the job's loss as its labels, and without its action mask."""
+    """Return the same micro-batch with the targets of the job's loss as its labels, and without its action mask.
+
+    They are `shift_labels`, each at the token that predicts it: a target may be padding, or come after a row's last.
+    """
     if (next_BS := batch.loss_targets_BS) is None:
         return batch
-    return replace(batch, labels_BS=move_to_tokens(next_BS), action_mask_BA=None)
+    extra = {**batch.extra_tensors, SHIFT_LABELS: next_BS}
+    return replace(batch, labels_BS=None, action_mask_BA=None, extra_tensors=extra)
 
 
 def with_rows_reversed(batch: MicroBatch) -> MicroBatch:

@@ -105,9 +105,12 @@ def _check_targets(traits: Sequence[TokenTraits]) -> Iterator[LintRemark]:
     # Where each token is its own target, the last one of a row stands where the next would be padding.
     if not found and (on_padding := sum(tokens.num_on_padding for tokens in traits if tokens.has_mask)):
         total = sum(tokens.num_labels for tokens in traits)
+        # A mask of the tokens that predict lets through the first padding alone.
+        is_past_end = sum(tokens.num_past_end for tokens in traits if tokens.has_mask) == on_padding
+        how = ", as where a loss mask is not shifted with the labels" if is_past_end else ""
         yield LintRemark(
             topic="labels",
-            text=f"{on_padding} of {pluralise(total, 'label')} are of padding, outside the attention mask",
+            text=f"{on_padding} of {pluralise(total, 'label')} are of padding, outside the attention mask{how}",
             weight=Weight.WRONG_TARGETS,
             cause=CauseName.OTHER_TOKENS,
         )

@@ -22,11 +22,10 @@ LEAST_DOUBT = 1e-6
 def compute_recorded_loss(inputs: ObjectiveInputs, spec: ObjectiveSpec) -> Tensor:
     """Compute the loss of one pass. Its gradient is the pass's share of the step's, so that passes add up."""
     gradients_BS = inputs.tensors[LOSS_GRADIENTS]
-    rows, num_targets = inputs.log_probs_BA.shape
-    if tuple(gradients_BS.shape) != (rows, num_targets + 1):
+    if gradients_BS.shape != inputs.log_probs_BA.shape:
         raise ObjectiveError(f"{inputs.recorded.source}: {LOSS_GRADIENTS} has shape {list(gradients_BS.shape)}")
-    # The gradient stands at the position that predicts the target, the log-prob at the target.
-    gradients_BA = gradients_BS[:, :-1].float()
+    # Gradients and log-probs stand at the positions that predict their targets.
+    gradients_BA = gradients_BS.float()
     doubts_BA = -torch.expm1(inputs.log_probs_BA.detach().float())
     weights_BA = torch.where(doubts_BA > LEAST_DOUBT, gradients_BA / doubts_BA.clamp(min=LEAST_DOUBT), 0.0)
     return torch.where(inputs.action_mask_BA, weights_BA * inputs.log_probs_BA, 0.0).sum()

@@ -44,6 +44,7 @@ from replay.verdict.trained_parameters import find_missing_gradients, find_train
 UNKNOWN_OBJECTIVE = "the gradient is of the job's objective, which the replay may not compute"
 ANOTHER_LOSS = "the job differentiated another loss than the one that its model returned"
 UNKNOWN_ROUTER_LOSS = "the job's loop may have added the routers' loss of its model"
+LEFT_OUT = "came after padding, which predicts none here"
 MAX_NAMED = 4
 MAX_FORWARDS = 8
 # Relative: how near the inverse of a loss scale is to the factor of the gradients.
@@ -298,7 +299,8 @@ def _format_forwards(by_rank: Mapping[int, Sequence[int | None]]) -> str:
 def _explain_doubt(window: Sequence[ComparedPass], steps: Sequence[OptimizerStep]) -> str | None:
     """Say why a different gradient would prove nothing; None if it would prove a difference."""
     if all(compared_pass.recorded.has_job_weights_of_tokens for compared_pass in window):
-        return None
+        num_left_out = sum(compared_pass.recorded.num_left_out for compared_pass in window)
+        return f"{pluralise(num_left_out, 'target')} of the job's loss {LEFT_OUT}" if num_left_out else None
     if any(compared_pass.loss is None or not compared_pass.loss.is_evidence for compared_pass in window):
         return UNKNOWN_OBJECTIVE
     if any(share is None for step in steps for share in step.shares):

@@ -123,6 +123,7 @@ class RecordedPass:
     training          which parts of the model were in training mode; None where that was not recorded
     tokens            traits of the tokens; None where they were not read
     has_job_weights_of_tokens  the replay's loss weighs each token's log-prob as the job's gradient did
+    num_left_out      targets of the job's loss that padding predicts, so that the replay's loss is not of them
     """
 
     rank: int | None
@@ -145,6 +146,7 @@ class RecordedPass:
     training: TrainingMode | None = None
     tokens: TokenTraits | None = None
     has_job_weights_of_tokens: bool = False
+    num_left_out: int = 0
 
 
 def read_recorded_pass(
@@ -156,6 +158,9 @@ def read_recorded_pass(
     loss      what the replay computes
     begin_id  the id that begins a text; None: not known
     """
+    is_recorded = loss == RECORDED.name
+    num_tokens = count_action_tokens(select_loss_tokens(loss, batch))
+    targets_BS = batch.loss_targets_BS if is_recorded else None
     return RecordedPass(
         rank=call.origin.rank,
         forward_number=call.origin.forward_number,
@@ -174,13 +179,14 @@ def read_recorded_pass(
         environment={**call.origin.versions, **call.environment},
         num_steps_before=call.optimizer_step,
         step_after=call.step,
-        num_tokens=count_action_tokens(select_loss_tokens(loss, batch)),
+        num_tokens=num_tokens,
         divisor=None if is_objective(loss) else read_divisor(call),
         recording=call.recording,
         draws=RandomDraws.from_call(call),
         training=call.training,
         tokens=read_token_traits(call, batch, begin_id),
-        has_job_weights_of_tokens=loss == RECORDED.name,
+        has_job_weights_of_tokens=is_recorded,
+        num_left_out=0 if targets_BS is None else int((targets_BS != IGNORED_LABEL).sum()) - num_tokens,
     )
 
 

@@ -65,6 +65,7 @@ class TokenTraits:
     num_unlabelled     rows without such a label
     label_range        the least and the largest of these
     num_on_padding     labels that are of padding
+    num_past_end       those of them that stand beside the real token that predicts them
     num_last_labels    rows whose last token has a shifted label
     num_wrapped        those of them in which that is the row's first token
     label_offset       the labels are the tokens so many places later, all of them; None: that cannot be told
@@ -93,6 +94,7 @@ class TokenTraits:
     num_unlabelled: int = 0
     label_range: tuple[int, int] | None = None
     num_on_padding: int = 0
+    num_past_end: int = 0
     num_last_labels: int = 0
     num_wrapped: int = 0
     label_offset: int | None = None
@@ -260,6 +262,7 @@ def _describe_labels(labels_BS: Tensor, ids_BS: Tensor, real_BS: Tensor, has_shi
         "num_unlabelled": int((counts_BS.sum(dim=1) == 0).sum()),
         "label_range": (int(values.min()), int(values.max())) if len(values) else None,
         "num_on_padding": int((counts_BS & is_padding_BS).sum()),
+        "num_past_end": int((counts_BS & is_padding_BS & real_BS).sum()),
         "num_last_labels": len(last),
         "num_wrapped": sum(label == first for label, first in last),
         "label_offset": _find_label_offset(labels_BS, ids_BS, counts_BS),

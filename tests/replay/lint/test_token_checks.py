@@ -124,6 +124,11 @@ def test_shifted_labels_of_padding_are_said_and_the_one_beside_the_last_token_is
     shifted = shift(ids_BS, 1)
     batch = {"input_ids": ids_BS, "attention_mask": rows["attention_mask"], "shift_labels": shifted}
     assert say([make_pass(batch)]) == ["labels: 3 of 22 labels are of padding, outside the attention mask"]
+    unshifted_mask = change(batch, shift_labels=shifted.masked_fill(rows["attention_mask"] != 1, IGNORED))
+    assert say([make_pass(unshifted_mask)]) == [
+        "labels: 1 of 20 labels are of padding, outside the attention mask, as where a loss mask is not shifted with "
+        "the labels"
+    ]
     sound = change(batch, shift_labels=shifted.masked_fill(shift(rows["attention_mask"], 1) != 1, IGNORED))
     assert say([make_pass(sound)]) == []
 
