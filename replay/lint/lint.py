@@ -47,10 +47,10 @@ def keep_one_of_each(passes: Sequence[RecordedPass]) -> list[RecordedPass]:
     return list({(recorded.rank, recorded.forward_number): recorded for recorded in reversed(passes)}.values())[::-1]
 
 
-def read_unreplayed_pass(capture: CaptureLocation, begin_id: int | None) -> RecordedPass | None:
+def read_unreplayed_pass(capture: CaptureLocation, ids: "ConfigIds") -> RecordedPass | None:
     """Read what the job recorded of a pass that is not replayed; None where that cannot be read.
 
-    begin_id  begins a text; None: not known
+    ids  of the model's config
     """
     try:
         call = read_call(capture.path)
@@ -59,7 +59,7 @@ def read_unreplayed_pass(capture: CaptureLocation, begin_id: int | None) -> Reco
             num_parameters=0 if samples is None else samples.num_parameters,
             is_sharded=samples is not None and samples.is_sharded,
         )
-        return read_recorded_pass(call, call.micro_batch(), LossName.STAND_IN, weights, begin_id)
+        return read_recorded_pass(call, call.micro_batch(), LossName.STAND_IN, weights, ids.begin, ids.ends)
     except CaptureError:
         return None
 

@@ -40,6 +40,7 @@ def check_tokens(subject: LintSubject) -> Iterator[LintRemark]:
     yield from _check_begins(traits, subject)
     yield from _check_ends(traits, subject)
     yield from _check_inner_begins(traits)
+    yield from _check_inner_ends(traits, subject)
     yield from _check_rows(subject.trained)
 
 
@@ -347,6 +348,21 @@ def _check_inner_begins(traits: Sequence[TokenTraits]) -> Iterator[LintRemark]:
             text=f"token {traits[0].begin_id}, which begins a text, stands {sum(numbers)} times inside "
             f"{len(numbers)} of {pluralise(len(rows), 'row')}, where no position id begins again: each text sees "
             "those before it. Right for turns of one talk; are texts packed here?",
+            weight=Weight.WRONG_TOKENS,
+        )
+
+
+def _check_inner_ends(traits: Sequence[TokenTraits], subject: LintSubject) -> Iterator[LintRemark]:
+    """Say so where most rows have an end of a text inside, if no begin of one tells it already."""
+    rows = [row for tokens in traits for row in tokens.rows if row.digest is not None]
+    number = sum(row.num_inner_ends > 0 for row in rows)
+    if number >= _MIN_ALIKE and 2 * number > len(rows) and not any(row.num_inner_begins for row in rows):
+        ids = " or ".join(map(str, sorted(subject.end_ids)))
+        yield LintRemark(
+            topic="rows",
+            text=f"most hold several documents or turns (token {ids}, which ends a text, inside {number} of "
+            f"{pluralise(len(rows), 'row')}), and neither positions nor a mask keep them apart: they see each other. "
+            "Right for turns of one talk, and a choice for pretraining",
             weight=Weight.WRONG_TOKENS,
         )
 

@@ -65,7 +65,7 @@ def list_notes(
     recorded_passes = keep_one_of_each([recorded for _, recorded, _ in passes if recorded is not None])
     # A replay of what trains leaves out a rollout, of which dropout alone is remarked.
     left_out = selection.left_out if settings.dropout else ()
-    not_replayed = (read_unreplayed_pass(capture, ids.begin) for capture in left_out)
+    not_replayed = (read_unreplayed_pass(capture, ids) for capture in left_out)
     subject = LintSubject(
         passes=[*recorded_passes, *(recorded for recorded in not_replayed if recorded is not None)],
         is_whole=is_whole,

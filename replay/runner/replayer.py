@@ -10,13 +10,14 @@ from torch import Tensor
 from actor_init.backends.protocol import Backend, free_closed_backends, open_backend
 from actor_init.inputs.documents import KeptLogits
 from actor_init.inputs.packing import ActorInputs, find_targets_equal_to_input_tokens
-from actor_init.model import ModelSource
+from actor_init.model import ModelSource, strip_config
 from actor_init.model_positions import add_model_positions
 from actor_init.spec import ActorSpec
 from actor_init.weights import OnProgress, ignore_progress
 from actor_init.world import World
 from capture.file_format.capture_file import Call, read_call
 from capture.file_format.micro_batch import MicroBatch, with_rows_reversed
+from replay.lint.lint import read_config_ids
 from replay.objective.inputs import ObjectiveInputs, RecordedForObjective
 from replay.objective.objective import (
     LogProbWeights,
@@ -174,7 +175,7 @@ class Replayer:
             KeptLogits() if self._objective is not None and self._objective.needs_logits_or_entropies else None
         )
         self._routing = PassRouting.open(reopenable_actor.backend.model, spec)
-        self._bos_token_id = getattr(self.model_source.config.get_text_config(), "bos_token_id", None)
+        self._config_ids = read_config_ids(strip_config(self.model_source.config))
         # In a left-padded row the last padding token predicts the label of the row's first token, and a model's own
         # loss counts that. Joined rows have no padding.
         has_padding = not self.model_source.layout_under(spec.actor).joins_rows
@@ -259,7 +260,12 @@ class Replayer:
             record = replace(record, input=_describe_input(batch))
             weight_comparison = self.weight_checker.check(captured_pass.weights)
             recorded_pass = read_recorded_pass(
-                captured_pass, batch, self.spec.measure.loss, weight_comparison, self._bos_token_id
+                captured_pass,
+                batch,
+                self.spec.measure.loss,
+                weight_comparison,
+                self._config_ids.begin,
+                self._config_ids.ends,
             )
             job_router_loss = self._routing.find_router_loss(captured_pass)
             if job_router_loss is not None and job_router_loss.why_not_computable is not None:

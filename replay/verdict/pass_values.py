@@ -150,13 +150,19 @@ class RecordedPass:
 
 
 def read_recorded_pass(
-    call: Call, batch: MicroBatch, loss: str, weights: WeightComparison, begin_id: int | None = None
+    call: Call,
+    batch: MicroBatch,
+    loss: str,
+    weights: WeightComparison,
+    begin_id: int | None = None,
+    end_ids: frozenset[int] = frozenset(),
 ) -> RecordedPass:
     """Read what the job recorded of one pass.
 
     batch     as captured, with its action mask
     loss      what the replay computes
     begin_id  the id that begins a text; None: not known
+    end_ids   those that end one, as far as they are known
     """
     is_recorded = loss == RECORDED.name
     num_tokens = count_action_tokens(select_loss_tokens(loss, batch))
@@ -184,7 +190,7 @@ def read_recorded_pass(
         recording=call.recording,
         draws=RandomDraws.from_call(call),
         training=call.training,
-        tokens=read_token_traits(call, batch, begin_id),
+        tokens=read_token_traits(call, batch, begin_id, end_ids),
         has_job_weights_of_tokens=is_recorded,
         num_left_out=0 if targets_BS is None else int((targets_BS != IGNORED_LABEL).sum()) - num_tokens,
     )

@@ -8,6 +8,7 @@ import hashlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -40,6 +41,7 @@ class RowTraits:
     leading, trailing  the token at its beginning or end, and how often it stands there
     ends_unlabelled    the first of the trailing ones has no label, and the token before it has one
     num_inner_begins   how often the id that begins a text stands inside the row, if that is one document
+    num_inner_ends     how often ids that end one do, each run of them once
     """
 
     digest: int | None
@@ -49,6 +51,7 @@ class RowTraits:
     trailing: tuple[int, int]
     ends_unlabelled: bool = False
     num_inner_begins: int = 0
+    num_inner_ends: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -113,10 +116,13 @@ class TokenTraits:
     begin_id: int | None = None
 
 
-def read_token_traits(call: Call, batch: MicroBatch, begin_id: int | None = None) -> TokenTraits:
+def read_token_traits(
+    call: Call, batch: MicroBatch, begin_id: int | None = None, end_ids: frozenset[int] = frozenset()
+) -> TokenTraits:
     """Read the traits of a pass; `batch` is as captured.
 
     begin_id  begins a text; None: not known
+    end_ids   end a text, as far as they are known
     """
     ids_BS, real_BS = batch.sequences_BS, batch.attention_mask_BS
     padding_T = ids_BS[~real_BS]
@@ -150,6 +156,7 @@ def read_token_traits(call: Call, batch: MicroBatch, begin_id: int | None = None
                 real_BS[number],
                 None if own_BS is None else own_BS[number],
                 begin_id if is_one_document_B[number] else None,
+                end_ids if is_one_document_B[number] else frozenset(),
             )
         )
     ]
@@ -225,7 +232,9 @@ def _find_documents(batch: MicroBatch) -> Documents | None:
         return None
 
 
-def _read_row(ids_S: Tensor, real_S: Tensor, labels_S: Tensor | None, begin_id: int | None) -> RowTraits | None:
+def _read_row(
+    ids_S: Tensor, real_S: Tensor, labels_S: Tensor | None, begin_id: int | None, end_ids: frozenset[int]
+) -> RowTraits | None:
     tokens_T = ids_S[real_S]
     if not len(tokens_T) or bool((tokens_T == tokens_T[0]).all()):
         return None
@@ -240,6 +249,7 @@ def _read_row(ids_S: Tensor, real_S: Tensor, labels_S: Tensor | None, begin_id: 
             num_labelled += 1
         last_label, end_label = labels_T[before_tail : before_tail + 2].tolist()
         ends_unlabelled = end_label == IGNORED_LABEL != last_label
+    inner = tokens_T[after_lead : before_tail + 1].tolist() if end_ids else []
     digest = hashlib.blake2b(tokens_T.contiguous().numpy().tobytes(), digest_size=8).digest()
     return RowTraits(
         digest=int.from_bytes(digest, "little") if len(tokens_T) >= _MIN_ROW_TOKENS else None,
@@ -249,6 +259,7 @@ def _read_row(ids_S: Tensor, real_S: Tensor, labels_S: Tensor | None, begin_id: 
         trailing=(int(tokens_T[-1]), len(tokens_T) - 1 - before_tail),
         ends_unlabelled=ends_unlabelled,
         num_inner_begins=0 if begin_id is None else int((tokens_T[after_lead : before_tail + 1] == begin_id).sum()),
+        num_inner_ends=sum(token in end_ids and following not in end_ids for token, following in pairwise(inner)),
     )
 
 

@@ -56,7 +56,7 @@ def lint_recording(
         config, frozen, adapters, ends = {}, [], {}, []
     config_ids = read_config_ids(config)
     # What cannot be read the inspection names.
-    read = (read_unreplayed_pass(capture, config_ids.begin) for capture in captures)
+    read = (read_unreplayed_pass(capture, config_ids) for capture in captures)
     passes = [recorded for recorded in read if recorded is not None]
     # Which settings act is asked only if it matters, since it builds the model.
     does_matter = any(is_in_eval_mode(recorded) or drew_masks_without_gradient(recorded) for recorded in passes)

@@ -58,6 +58,7 @@ def make_pass(
     rank: int = 0,
     number: int = 0,
     begin_id: int | None = None,
+    end_ids: frozenset[int] = frozenset(),
     **values: Any,
 ) -> RecordedPass:
     """What a recording has of a training pass that an optimizer's step follows, whose weights move by each step."""
@@ -76,7 +77,7 @@ def make_pass(
     )
     samples = call.weights
     weights = WeightComparison(num_parameters=0 if samples is None else samples.num_parameters)
-    return read_recorded_pass(call, call.micro_batch(), LossName.STAND_IN, weights, begin_id)
+    return read_recorded_pass(call, call.micro_batch(), LossName.STAND_IN, weights, begin_id, end_ids)
 
 
 def say(passes: Sequence[RecordedPass], **subject: Any) -> list[str]:

@@ -330,6 +330,24 @@ def test_rows_that_hold_several_texts_and_one_attention_are_said(are_parted: boo
     assert say_of(7) == say_of(None) == []
 
 
+@pytest.mark.parametrize(
+    ("place", "is_parted", "says"),
+    # The last column is the end of a row, and one before it begins the padding at the end.
+    [(5, False, True), (5, True, False), (11, False, False), (slice(9, 12), False, False), (0, False, False)],
+)
+def test_rows_with_an_end_of_a_text_inside_are_said(place: int | slice, is_parted: bool, says: bool) -> None:
+    end, passes = 501, []
+    for number in range(3):
+        rows = make_rows([12, 12], seed=number)
+        rows["input_ids"][:, place] = end
+        if is_parted:
+            rows["position_ids"] = torch.cat([torch.arange(6), torch.arange(6)]).expand(2, -1)
+        passes.append(make_pass(rows, number=number, end_ids=frozenset({end})))
+    texts = [text for text in say(passes, end_ids=frozenset({end})) if "several documents" in text]
+    said = "rows: most hold several documents or turns (token 501, which ends a text, inside 6 of 6 rows), and neither "
+    assert [text.startswith(said) for text in texts] == ([True] if says else [])
+
+
 @pytest.mark.parametrize(("places", "where"), [((9, 10), "1 of them before padding"), ((9,), "all of them before")])
 def test_a_gradient_of_the_loss_that_is_not_finite_is_said_with_its_places(places: tuple[int, ...], where: str) -> None:
     """The rows have 9, 12 and 10 tokens, so position 9 of the first row and of the last one predict padding."""
