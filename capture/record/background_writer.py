@@ -33,13 +33,13 @@ ItemT = TypeVar("ItemT")
 
 
 class _Wakeup(Enum):
-    """Why the thread woke up without an item to handle."""
+    """Stands for an item where the thread woke up without one; an Enum, so that a type checker tells it from items."""
 
     DEADLINE_PASSED = auto()
 
 
 class Deadline(Protocol):
-    """A deadline of something else, such as the job's running step, that the thread watches while it waits."""
+    """A deadline that is not the writer's own, such as that of the job's step; the thread watches it as it waits."""
 
     def seconds_left(self) -> float | None:
         """Return the seconds that are left, 0 once it has passed; None while there is no deadline.
@@ -169,7 +169,7 @@ class BackgroundWriter(Generic[ItemT]):
 
         Call this when the job's thread can do without Python for a while.
 
-        later_item  a small item that had better wait for the next `wake`: the outputs of the forward that has just
+        later_item  a small item that waits for the next `wake`: the outputs of the forward that has just
                     ended, whose copy from the device has only begun
         """
         with self._changed:

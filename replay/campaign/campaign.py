@@ -32,7 +32,7 @@ from actor_init.spec import UsageError
 from capture.file_format.atomic_write import write_atomically
 from replay.campaign.executor import Executor
 from replay.options.option_parsing import format_error_with_flags
-from replay.options.spec import InputsSpec, MeasureSpec, ReplaySpec
+from replay.options.spec import MeasureSpec, ReplaySpec
 from replay.processes.child_job import ChildJob
 from replay.processes.pool import (
     OUTPUT,
@@ -44,8 +44,6 @@ from replay.processes.pool import (
     Task,
     interrupt_on_sigterm,
 )
-from replay.profiling.prediction import InputShape, read_shapes
-from replay.resolution.selection import Selection, select
 from replay.runlog.writer import create_folder, list_versions, note_log, refuse_other_versions
 
 FORMAT = 2
@@ -161,7 +159,7 @@ class Campaign(Generic[PlanT]):
     _lines_by_digest: dict[str, _JournalLine] = field(default_factory=dict)
     _task_runner: RunTasks | None = None
     _runs_are_alone: bool = True
-    _seconds_per_run: float = 0.0
+    _run_limit_seconds: float = 0.0
     # No run is started after this time of `time.monotonic`; those that run go on.
     _start_deadline: float = 0.0
 
@@ -249,7 +247,7 @@ class Campaign(Generic[PlanT]):
 
         storage  folder or URI where planned runs keep the states from which they resume; None: they keep none
         """
-        self._seconds_per_run, self._start_deadline = limits.seconds_per_run, limits.compute_start_deadline()
+        self._run_limit_seconds, self._start_deadline = limits.run_limit_seconds, limits.compute_start_deadline()
         if storage is None:
             self._task_runner = executor.make_runner(self.folder, self.machine, limits.max_parallel)
         else:
@@ -339,7 +337,7 @@ class Campaign(Generic[PlanT]):
             self.folder / planned_run.home,
             ChildJob(spec=planned_run.spec.for_child_process()),
             num_processes=planned_run.num_processes,
-            limit=self._seconds_per_run,
+            limit=self._run_limit_seconds,
             python=planned_run.python,
             folder=working_folder,
         )
@@ -382,7 +380,10 @@ class Interruption:
         return self.error is not None
 
     def pass_on(self, folder: Path) -> None:
-        """Raise the interruption that ended the block, if one did: what `folder` has of the results is written."""
+        """Raise the interruption that ended the block, if one did, with a note that names `folder`.
+
+        The caller has written the results before.
+        """
         if self.error is not None:
             note_log(self.error, folder)
             raise self.error
@@ -400,30 +401,3 @@ def catch_interruption() -> Iterator[Interruption]:
             yield interruption
     except KeyboardInterrupt as error:
         interruption.error = error
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class FeedableInputs:
-    """The inputs of a folder that can be fed to a model, for campaigns that replay them in an order of their own.
-
-    damaged  files that cannot be read or fed, each with the reason. A file that can be read, of a call that no replay
-             can make, is in `selection.unreplayable`
-    """
-
-    selection: Selection
-    shapes: Sequence[InputShape]
-    damaged: Sequence[tuple[Path, str]]
-
-    @classmethod
-    def read(cls, spec: InputsSpec, *, loss: str, grad_accumulation: int | None) -> Self:
-        """Read the shapes of all selected inputs, as a replay with one data rank feeds them.
-
-        Raises UsageError if no input can be replayed.
-
-        grad_accumulation  passes of a window; None: as many as in the job that was recorded
-        """
-        selection = select(spec, data_rank=0, num_data_ranks=1, loss=loss, grad_accumulation=grad_accumulation)
-        shapes, unfeedable = read_shapes(selection.inputs, loss)
-        if not shapes:
-            raise UsageError("no input can be fed to a model. Try: replay inspect, with that folder")
-        return cls(selection=selection, shapes=shapes, damaged=[*selection.damaged, *unfeedable])

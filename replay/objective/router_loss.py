@@ -56,7 +56,7 @@ class NotedLoss:
     value: float | None
     bound: float
 
-    def find_share(self, loss: Tensor, log_probs_BA: Tensor, term: Tensor) -> Tensor:
+    def find_factor(self, loss: Tensor, log_probs_BA: Tensor, term: Tensor) -> Tensor:
         """Find how many times the job's loss holds `term`, one number on the device: 0, 1, or what the log-probs weigh.
 
         That is nan where the noted loss tells nothing: another formula than a sum of weighted log-probs, or a term that

@@ -30,12 +30,12 @@ PROCESSES_ON_A_CPU = 2
 class RunLimits:
     """Limits of the runs that one command starts.
 
-    seconds_per_run  for one run
+    run_limit_seconds  for one run
     total_seconds    for the command: no run is started after them, and those that run go on; None: no limit
     max_parallel     processes on each GPU at the same time, or runs on a CPU; None: one run at a time
     """
 
-    seconds_per_run: float
+    run_limit_seconds: float
     total_seconds: float | None
     max_parallel: int | None
 
@@ -176,7 +176,9 @@ class Task:
 
 
 class RunTasks(Protocol):
-    """Runs tasks, here or elsewhere, and yields the result of each as it ends; none starts after `until` (monotonic).
+    """Runs tasks, here or elsewhere, and yields the result of each as it ends.
+
+    None starts after `start_deadline`, of time.monotonic.
 
     On Ctrl-C, or any other exception here or in the caller's loop, running tasks are ended first.
     """
@@ -197,8 +199,8 @@ def run_children(
     start_deadline: float = math.inf,
     running: list[tuple[Any, "RunningTask"]] | None = None,
 ) -> Generator[tuple[Key, ProcessResult], None, None]:
-    """Yield the result of each task as it ends. No task starts before there is room for it, or after `until`
-    (monotonic).
+    """Yield the result of each task as it ends. No task starts before there is room for it, or after
+    `start_deadline`, of time.monotonic.
 
     If `gpus` are given, as CUDA_VISIBLE_DEVICES names them, a task gets one per process, the least used ones, and up
     to `at_once` processes share each. Otherwise a task sees what this process sees, and `at_once` tasks run. The list

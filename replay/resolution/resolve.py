@@ -102,15 +102,15 @@ def resolve(
     spec_from_job = replace(spec_of_rank0, actor=apply_choices(spec_of_rank0.actor, job_choices))
 
     model_source = find_model_source_on_all_ranks(spec_from_job, world)
-    # It lists the parameters of a model that it builds, so there is one for both choices.
-    checker = WeightChecker(model_source)
+    # It builds a model to list its parameters, so the choices of frozen parameters and of steps share one.
+    weight_checker = WeightChecker(model_source)
     frozen = world.broadcast_from_rank0(
-        find_frozen_in_job(spec_from_job, model_source, checker, first_call, selection.rounds)
+        find_frozen_in_job(spec_from_job, model_source, weight_checker, first_call, selection.rounds)
     )
     model_source = replace(model_source, frozen=frozen.always, frozen_later=frozen.later)
 
     spec_with_loss = replace(spec_from_job, measure=replace(spec_from_job.measure, loss=loss.value))
-    step_choice = choose_steps(spec_with_loss, model_source, checker, selection, first_call, world)
+    step_choice = choose_steps(spec_with_loss, model_source, weight_checker, selection, first_call, world)
     actor_with_steps = step_choice.apply(spec_with_loss.actor)
     spec_with_steps = replace(
         spec_with_loss, actor=actor_with_steps, measure=replace(spec_with_loss.measure, step=step_choice.mode)
@@ -193,17 +193,17 @@ def resolve(
 def choose_loss(spec: ReplayParts, selection: Selection, first_call: Call | None) -> ResolvedChoice:
     """Choose the loss.
 
-    It is what was typed; else the objective that the job noted in every training pass, if nothing is against it; else
-    sft, if the first capture has labels; else the stand-in.
+    It is what was typed; else the objective whose tensors the job noted in every training pass, or which the gradient
+    of its logits gives, if nothing is against it; else sft, if the first capture has labels; else the stand-in.
     """
     loss = spec.measure.loss
     if loss != LossName.AUTO:
         return ResolvedChoice(setting=LOSS, value=loss, by=ChosenBy.TYPED)
     noted, obstacle = selection.noted_objective, _find_noted_loss_obstacle(spec)
-    # Runs that keep details are compared with each other, by a mean of log-probs. There is nothing to explain: no user
-    # typed that.
-    may_take_noted = noted is not None and not spec.measure.details
-    if may_take_noted and obstacle is None:
+    # Runs that keep details are compared with each other, by a mean of log-probs. No `why` is given: commands set
+    # `details`, and no user does.
+    wants_noted = noted is not None and not spec.measure.details
+    if wants_noted and obstacle is None:
         why = "it noted its loss, advantages and old log-probs"
         if noted == RECORDED.name:
             why = "it computes its loss from the model's logits, whose gradient was recorded"
@@ -215,20 +215,20 @@ def choose_loss(spec: ReplayParts, selection: Selection, first_call: Call | None
         usual_loss = LossName.STAND_IN
     if usual_loss != LossName.STAND_IN:
         return ResolvedChoice(setting=LOSS, value=str(usual_loss), by=ChosenBy.JOB, why="its captures have labels")
-    if may_take_noted and obstacle is not None:
+    if wants_noted and obstacle is not None:
         return ResolvedChoice(setting=LOSS, value=str(usual_loss), by=ChosenBy.OPTION, why=obstacle)
     why = "" if noted is not None else "the inputs have no labels, and no noted loss of a policy"
     if first_call is None:
         why = "the first input cannot be read"
     elif noted is None and math.isfinite(misfit := float(first_call.notes.get(LOSS_MISFIT, math.nan))):
         why = (
-            f"{misfit:.2%} of the gradient of the job's logits is not what a loss of log-probs gives them: "
-            "label smoothing, a temperature, an entropy or a loss scale does"
+            f"{misfit:.2%} of the gradient of the job's logits cannot come from a loss of log-probs; "
+            "label smoothing, a temperature, an entropy or a loss scale may have made it"
         )
     return ResolvedChoice(setting=LOSS, value=str(usual_loss), by=ChosenBy.DEFAULT, why=why)
 
 
-def type_loss_of_job(spec: ReplaySpec, selection: Selection) -> ReplaySpec:
+def set_loss_of_job(spec: ReplaySpec, selection: Selection) -> ReplaySpec:
     """Return the spec with the loss that the job noted, for replays that could not choose it themselves."""
     loss = choose_loss(spec, selection, None)
     return replace(spec, measure=replace(spec.measure, loss=loss.value)) if loss.by is ChosenBy.JOB else spec
@@ -327,8 +327,9 @@ def _list_backend_and_optimizer_settings(actor: ActorSpec) -> Iterator[ResolvedC
     family = OPTIMIZERS.get(actor.optimizer)
     for setting in family.settings if family is not None else ():
         # A setting that no option sets has none in `options`, and is not listed.
-        read = setting.read_options(actor)
-        values = read if len(setting.options) > 1 else [read] * len(setting.options)
+        value_or_values = setting.read_options(actor)
+        is_one = len(setting.options) <= 1
+        values = [value_or_values] * len(setting.options) if is_one else value_or_values
         for name, value in zip(setting.options, values, strict=True):
             is_typed = getattr(actor, name) is not None
             why = "" if is_typed or family is None else f"{family.packages[0]}'s, of {actor.optimizer}"

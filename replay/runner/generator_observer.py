@@ -49,7 +49,7 @@ class DrawCounter:
     def __init__(self) -> None:
         self._has_counted = False
 
-    def count(
+    def add_counts(
         self, recorded: RecordedPass, replayed: ReplayedPass, states: RandomStates
     ) -> tuple[RecordedPass, ReplayedPass]:
         """Return both with how many random numbers their forwards drew, if this is the pass to count them in.
@@ -71,7 +71,7 @@ class DrawCounter:
         return replace(recorded, draws=job), replace(replayed, draws=replay)
 
 
-def has_job_layout(inputs: PassInputs, batch: MicroBatch, parallel: ParallelSpec) -> bool:
+def has_captured_places(inputs: PassInputs, batch: MicroBatch, parallel: ParallelSpec) -> bool:
     """Tell whether the model was fed the captured rows, each token in its place: so a random mask has its shape."""
     is_whole = parallel.ring == 1 and not parallel.sequence_parallel
     actor_inputs = inputs.actor_inputs

@@ -36,7 +36,7 @@ from replay.runlog.records import InputSection, PassRecord, ResultSection
 from replay.runner.accumulation_window import AccumulationWindow
 from replay.runner.checkpoint import digest_inputs
 from replay.runner.first_uses import ExpectedTimes, record_second_run
-from replay.runner.generator_observer import DrawCounter, GeneratorObserver, has_job_layout
+from replay.runner.generator_observer import DrawCounter, GeneratorObserver, has_captured_places
 from replay.runner.meter import Meter
 from replay.runner.non_finite import NonFiniteSearch
 from replay.runner.observers import (
@@ -273,7 +273,9 @@ class Replayer:
             self.tracker.set_shapes(batch.num_rows, batch.num_padded_tokens, batch.num_real_tokens)
             batch = select_loss_tokens(self.spec.measure.loss, add_model_positions(batch, self.model_source.config))
             record, replayed_pass = self._run_micro_batch(record, captured_pass, batch, extra_observers)
-            recorded_pass, replayed_pass = self._draw_counter.count(recorded_pass, replayed_pass, captured_pass.random)
+            recorded_pass, replayed_pass = self._draw_counter.add_counts(
+                recorded_pass, replayed_pass, captured_pass.random
+            )
             return PassEvidence(record, recorded_pass, replayed_pass), None
         except SystemExit as error:
             # A user's code may leave with sys.exit: that fails the pass, and must not end the run without a report.
@@ -347,6 +349,7 @@ class Replayer:
             raise
         self.window.count_pass(runs_backward=inputs.runs_backward)
         self._is_pass_counted = True
+        # Steps that nobody asked for made optimizer state, which is no part of what the pass costs.
         cost = self.step_follower.subtract_optimizer_state_bytes(outcome.cost)
         self.step_follower.note_pass(inputs, self.reopenable_actor.backend)
 
@@ -359,11 +362,12 @@ class Replayer:
             gradient=gradient_sampler.samples if gradient_sampler is not None else None,
             state=state_sampler.samples if state_sampler is not None else {},
             draws=generator_observer.draws,
-            # `has_job_layout` syncs with the device, so it is called only if dropout drew masks.
-            has_job_layout=generator_observer.has_drawn and has_job_layout(inputs, batch, self.spec.actor.parallel),
+            # `has_captured_places` syncs with the device, so it is called only if dropout drew masks.
+            has_captured_places=generator_observer.has_drawn
+            and has_captured_places(inputs, batch, self.spec.actor.parallel),
             router_flips=outcome.router_flips,
             has_job_routes=self._routing.has_job_routes(outcome.router_flips),
-            job_router_loss=self._routing.describe_job_loss(captured_pass, outcome.router_share),
+            job_router_loss=self._routing.describe_job_loss(captured_pass, outcome.router_loss_factor),
             weights_before_pass=weights_before_pass,
         )
         if self.details_folder is not None:
@@ -474,7 +478,8 @@ class Replayer:
         num_window_passes = self.window.size * self.world.num_data_ranks
         if objective_data is not None:
             assert self._objective is not None
-            # That is right for a mean loss. A loss whose passes add up was divided by the job's world size alone.
+            # The backend's division is right for a mean loss. A loss whose passes add up was divided by the number of
+            # the job's ranks alone.
             return num_window_passes / objective_data.num_job_ranks if self._objective.sums_over_window else 1.0
         window_weights = self.spec.measure.window
         if num_window_passes == 1 or window_weights is WindowWeights.MEAN_OF_MEANS:

@@ -1,4 +1,4 @@
-"""Run one pass through an open actor.
+"""Run one pass through an open actor, the model under a backend.
 
 No other code of replay/ calls a backend's `forward`, `backward` or `end_window`.
 
@@ -122,7 +122,8 @@ class PassOutcome:
     grad_norm     of the window; None in a pass that does not end a whole one
     router_flips  of each router that was compared with the job's: the tokens whose scores here choose other experts
     router_loss   the routers' part of `loss`; None: it has none
-    router_share  how many times the job's noted loss holds the routers'; nan: not told; None: that is not asked
+    router_loss_factor  how many times the routers' loss is in the loss that the job noted: 0, 1, or what its log-probs
+                  weigh; nan: the noted loss does not tell; None: that is not asked
     """
 
     log_probs_BA: Tensor
@@ -131,7 +132,7 @@ class PassOutcome:
     cost: CostSection
     router_flips: Sequence[RouterFlips] = ()
     router_loss: Tensor | None = None
-    router_share: Tensor | None = None
+    router_loss_factor: Tensor | None = None
 
 
 class PassObserver:
@@ -332,10 +333,12 @@ def run_pass(
                 loss = inputs.compute_loss(log_probs_BA)
                 term = inputs.router_loss_term
                 router_loss = None if term is None else term.compute(router_states)
-                router_share: Tensor | None = None
+                router_loss_factor: Tensor | None = None
+                # A loss that the job noted tells whether its loop added the routers'. It is added here as often, and
+                # not where that is unknown: a gradient that differs is then in doubt.
                 if term is not None and router_loss is not None and term.noted is not None:
-                    router_share = term.noted.find_share(loss, log_probs_BA, router_loss)
-                    router_loss = router_share.nan_to_num() * router_loss
+                    router_loss_factor = term.noted.find_factor(loss, log_probs_BA, router_loss)
+                    router_loss = router_loss_factor.nan_to_num() * router_loss
                 if router_loss is not None:
                     loss = loss + router_loss
             notifier.after_forward(log_probs_BA, loss)
@@ -380,7 +383,7 @@ def run_pass(
             cost=cost,
             router_flips=router_flips,
             router_loss=None if router_loss is None else router_loss.detach(),
-            router_share=router_share,
+            router_loss_factor=router_loss_factor,
         )
     finally:
         # The logits kept for the loss hold the autograd graph, and that holds the parameters. After a pass that failed
@@ -414,7 +417,7 @@ def run_pass_again(
 
 
 def drop_gradients(model: nn.Module, names: Collection[str]) -> None:
-    """Leave these parameters without a gradient, so that no norm has it and the optimizer passes them over."""
+    """Leave these parameters without a gradient: no norm counts it, and the optimizer skips them."""
     for name, parameter in model.named_parameters():
         if name in names:
             parameter.grad = None
@@ -424,19 +427,21 @@ def _steer_routers(backend: Backend, inputs: PassInputs) -> AbstractContextManag
     return nullcontext({}) if inputs.routes is None else steer_routers(backend.model, inputs.routes)
 
 
-def prepare_actor_inputs(batch: MicroBatch, spec: ActorSpec, model: ModelSource, world: World) -> ActorInputs:
+def prepare_actor_inputs(batch: MicroBatch, spec: ActorSpec, model_source: ModelSource, world: World) -> ActorInputs:
     """Return `batch` on the device, laid out, padded and sliced as the model and the spec say.
 
     Raises CaptureError if it is not valid input for the model. All ranks must call this.
     """
-    check_vocabulary(batch, model)
-    layout = model.layout_under(spec)
-    # `joins_rows` says how rows are prepared, `packs` how the model is fed. Rows are joined even where `arrange` parts
-    # them again, one document a row: it needs the borders, which only joined rows have.
+    check_vocabulary(batch, model_source)
+    layout = model_source.layout_under(spec)
+    # Rows are joined (`joins_rows`) even where the model is fed padded rows (`packs` is False), one document a row:
+    # `arrange` cuts them at the documents' borders, which only joined rows have.
     inputs = arrange(prepare_inputs(batch, packing=layout.joins_rows), layout)
     if (
         inputs.attention_mask_BS is not None
-        and not find_attention_form(choose_kernel(spec, world.device, model.config)).allows_padding_between_tokens
+        and not find_attention_form(
+            choose_kernel(spec, world.device, model_source.config)
+        ).allows_padding_between_tokens
     ):
         refuse_padding_between_tokens(inputs.attention_mask_BS, str(batch.origin.source))
     # LONGEST is the longest row that any rank has in this pass.
@@ -456,15 +461,15 @@ def prepare_actor_inputs(batch: MicroBatch, spec: ActorSpec, model: ModelSource,
             inputs.cu_seq_lens,
             world.ring_group,
             head_stride=spec.parallel.ring_head_stride,
-            may_zigzag=may_zigzag(model.config),
+            may_zigzag=may_zigzag(model_source.config),
         )
         inputs = cut_for_ring(inputs, ring)
-    return replace(inputs, head=model.head).to(world.device)
+    return replace(inputs, head=model_source.head).to(world.device)
 
 
-def check_vocabulary(batch: MicroBatch, model: ModelSource) -> None:
+def check_vocabulary(batch: MicroBatch, model_source: ModelSource) -> None:
     """Raise CaptureError for token ids outside the model's vocabulary."""
-    largest, size = int(batch.sequences_BS.max()), model.config.get_text_config().vocab_size
+    largest, size = int(batch.sequences_BS.max()), model_source.config.get_text_config().vocab_size
     if largest >= size:
         why = f": token id {largest} is beyond the model's vocabulary of {size}; these inputs belong to another model"
         raise CaptureError(batch.origin.source, why, f"Name it with {Setting('model')}")

@@ -142,7 +142,7 @@ def collect_gradient_evidence(window: Sequence[ComparedPass]) -> GradientEvidenc
     return None if gradient is None else compare_signatures([member.recorded for member in window], gradient)
 
 
-def compare_windows(compared_passes: Sequence[ComparedPass], settings: VerdictSettings) -> list[ComparedPass]:
+def add_window_findings(compared_passes: Sequence[ComparedPass], settings: VerdictSettings) -> list[ComparedPass]:
     """Compare what the job recorded of each window's gradient with the replay's; its last pass gets the findings."""
     findings_by_end = {
         window[-1].place: _compare_window(window, settings) for window in group_into_windows(compared_passes)

@@ -11,6 +11,8 @@ judged. Each number that the job recorded of a pass, or of the gradient of an op
 replay's number. It agrees within its bound, or it differs, or it is unsettled or not judged, and then the verdict says
 why. The outcome is DIFFERS only where nothing else explains the difference: the weights are known to be the job's, and
 both computed the same quantity. Where there is a doubt, the outcome is UNSETTLED or CANNOT TELL.
+
+`floors` are how far apart two replays are that differ in rounding alone; a step floor is that of passes after a step.
 """
 
 from collections import Counter
@@ -38,7 +40,7 @@ from replay.verdict.findings import (
 )
 from replay.verdict.gradient_findings import (
     ComparedPass,
-    compare_windows,
+    add_window_findings,
 )
 from replay.verdict.gradient_mix import SinglePassGradient
 from replay.verdict.model_comparison import find_unreduced_step_differences
@@ -152,8 +154,8 @@ def judge_without_causes(passes: Sequence[PassEvidence], settings: VerdictSettin
     # A last pass before a step whose gradients DDP did not reduce (`no_sync` left on) counts as a model difference.
     unreduced_steps = find_unreduced_step_differences([recorded for _, recorded in indexed_passes])
     model_differences = [*settings.model_differences, *unreduced_steps]
-    # The comparison of each pass has to know whether its weights are in doubt because earlier steps were rounded. The
-    # step floors of passes after such a step are dropped.
+    # The comparison of each pass has to know whether its weights are in doubt, because an optimizer rounded the weights
+    # that it wrote. After the first such step no step floor holds, so those of later passes are dropped.
     settings = note_rounded_steps(indexed_passes, replace(settings, model_differences=model_differences))
     compared_passes = _compare_passes(passes, settings)
     mixed_recordings = describe_mixed_recordings(
@@ -164,7 +166,8 @@ def judge_without_causes(passes: Sequence[PassEvidence], settings: VerdictSettin
         return JudgedRun(verdict=verdict, evidence=None)
 
     compared_passes = clip_as_the_job(compared_passes, settings)
-    compared_passes = compare_windows(check_weights(compared_passes), settings)
+    compared_passes = check_weights(compared_passes)
+    compared_passes = add_window_findings(compared_passes, settings)
     if settings.step_spec is not None:
         compared_passes = follow_weights_through_steps(compared_passes, settings)
 
@@ -198,7 +201,7 @@ def judge_without_causes(passes: Sequence[PassEvidence], settings: VerdictSettin
         window_counts=dict(Counter(verdict.outcome for verdict in window_verdicts)),
         first=first_difference,
         worst=worst_findings,
-        open=_select_inconclusive_findings(verdicts),
+        open=_select_open_findings(verdicts),
         weights=choose_weights_to_show(compared_passes),
         environment=environment,
         dtypes=(job_dtype, settings.dtype),
@@ -215,8 +218,8 @@ def _compare_passes(passes: Sequence[PassEvidence], settings: VerdictSettings) -
     """Compare the numbers of each pass whose capture could be read."""
     readable = [(record, recorded, replayed) for record, recorded, replayed in passes if recorded is not None]
     # `claims` are the quantities that the job recorded. A norm comes with the last pass of a window. So if this pass
-    # and the one before both have a norm, this pass is a window of its own. Otherwise nothing but a recorded step tells
-    # how many passes a norm is of.
+    # and the one before both have a norm, this pass is a window of its own. Otherwise only a recorded step tells how
+    # many passes the norm covers.
     passes_with_grad_norm = {
         (recorded.rank, recorded.forward_number)
         for _, recorded, _ in readable
@@ -297,7 +300,7 @@ def _find_first_difference(verdicts: Sequence[PassVerdict], outcome: Outcome) ->
     return next(verdict for verdict in verdicts if verdict.outcome is outcome)
 
 
-def _select_inconclusive_findings(verdicts: Sequence[PassVerdict]) -> list[Finding]:
+def _select_open_findings(verdicts: Sequence[PassVerdict]) -> list[Finding]:
     """Select the first finding of each quantity that is not judged, or unsettled.
 
     Left out are passes with other weights than the job's, and doubts that are about dropout masks.

@@ -30,7 +30,7 @@ from replay.options.spec import ReplaySpec
 from replay.output.printing import open_console, print_pairs
 from replay.processes.interpreter import Environment, probe
 from replay.processes.pool import Machine, RunLimits
-from replay.resolution.resolve import type_loss_of_job
+from replay.resolution.resolve import set_loss_of_job
 from replay.resolution.selection import select
 from replay.runlog.reader import PastRun
 from replay.runlog.run_file import RunFile
@@ -69,7 +69,7 @@ def check(spec: ReplaySpec, pythons: Sequence[str], *, run_limit: float = RUN_SE
     words = [*list_words({"python": [environment.python for environment in environments]}), *format_command_line(spec)]
     selection = select(spec.inputs, 0, 1, loss=spec.measure.loss, grad_accumulation=spec.actor.grad_accumulation)
     # A replay that keeps details, as both do, would choose a mean of log-probs. Both verdicts are on the job.
-    spec = type_loss_of_job(spec, selection)
+    spec = set_loss_of_job(spec, selection)
     spec = replace(spec, measure=replace(spec.measure, details=True))
     campaign = Campaign.begin(
         "check-upgrade",
@@ -78,7 +78,7 @@ def check(spec: ReplaySpec, pythons: Sequence[str], *, run_limit: float = RUN_SE
         arguments=words,
         machine=Machine.detect(),
     )
-    campaign.open(ThisMachine(), RunLimits(seconds_per_run=run_limit, total_seconds=None, max_parallel=None))
+    campaign.open(ThisMachine(), RunLimits(run_limit_seconds=run_limit, total_seconds=None, max_parallel=None))
     runs = [_replay(campaign, name, environment, screen) for name, environment in zip(NAMES, environments, strict=True)]
     result = _compare(UpgradeCheck(command=campaign.command_line, folder=campaign.folder.absolute(), runs=runs))
     if not all(quantity.agrees for quantity in result.quantities):

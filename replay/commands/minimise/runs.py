@@ -35,7 +35,7 @@ from replay.options.option_parsing import format_command_line, format_error_with
 from replay.options.spec import ReplaySpec
 from replay.output.text import pluralise
 from replay.processes.pool import Machine, ProcessResult, RunLimits
-from replay.resolution.resolve import type_loss_of_job
+from replay.resolution.resolve import set_loss_of_job
 from replay.resolution.selection import Selection, select
 
 
@@ -115,7 +115,7 @@ def _begin(
     selections = _select_for_all(spec, num_processes // (spec.actor.parallel.tp * spec.actor.parallel.ring))
     plan = MinimisePlan(
         # A part of a capture has no noted loss that would tell it.
-        spec=type_loss_of_job(spec, selections[0]),
+        spec=set_loss_of_job(spec, selections[0]),
         num_processes=num_processes,
         limits=MinimiseLimits(**limits),
         redact=redact,
@@ -182,7 +182,7 @@ def _list_sources(selections: Sequence[Selection]) -> list[Path]:
 
 def _run(campaign: Campaign[MinimisePlan], screen: IO[str]) -> MinimiseResult:
     campaign.open(
-        ThisMachine(), RunLimits(seconds_per_run=campaign.plan.limits.run, total_seconds=None, max_parallel=None)
+        ThisMachine(), RunLimits(run_limit_seconds=campaign.plan.limits.run, total_seconds=None, max_parallel=None)
     )
     log = MinimiseLog(campaign=campaign)
     console = MinimiseConsole(log, screen)

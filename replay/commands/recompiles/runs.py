@@ -19,8 +19,9 @@ from typing import IO, Any
 
 from actor_init.spec import ActorSpec, UsageError
 from capture.facts import Setting
-from replay.campaign.campaign import Campaign, FeedableInputs, PlannedRun, catch_interruption
+from replay.campaign.campaign import Campaign, PlannedRun, catch_interruption
 from replay.campaign.executor import ThisMachine
+from replay.campaign.feedable_inputs import FeedableInputs
 from replay.campaign.result import CampaignResult
 from replay.commands.recompiles.policies import (
     Policy,
@@ -186,10 +187,10 @@ def _run(
 ) -> RecompilesResult:
     plan = campaign.plan
     campaign.open(ThisMachine(), limits)
-    console = RecompilesConsole(campaign.command_line, len(inputs.shapes), inputs.damaged, screen)
+    console = RecompilesConsole(campaign.command_line, len(inputs.shapes), inputs.unfeedable, screen)
     work = _PolicyRuns(campaign=campaign, shapes=inputs.shapes, console=console)
     results: list[PolicyResult] = []
-    damaged = [text for _, text in describe_damaged_files(inputs.damaged)]
+    damaged = [text for _, text in describe_damaged_files(inputs.unfeedable)]
     with catch_interruption() as interruption:
         for policy in plan.policies:
             result = work.run(policy)
@@ -199,7 +200,7 @@ def _run(
             campaign.write()
     console.finish(results, plan.num_passes, campaign.path)
     interruption.pass_on(campaign.folder)
-    exit_code = 1 if inputs.damaged or any(result.error for result in results) else 0
+    exit_code = 1 if inputs.unfeedable or any(result.error for result in results) else 0
     return RecompilesResult.from_campaign(campaign, exit_code=exit_code, policies=results)
 
 

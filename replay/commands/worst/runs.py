@@ -16,8 +16,9 @@ from typing import IO, Any
 
 from actor_init.spec import ActorSpec, UsageError
 from capture.facts import Setting
-from replay.campaign.campaign import Campaign, FeedableInputs, catch_interruption
+from replay.campaign.campaign import Campaign, catch_interruption
 from replay.campaign.executor import ThisMachine
+from replay.campaign.feedable_inputs import FeedableInputs
 from replay.campaign.result import CampaignResult
 from replay.commands.worst.configuration import OtherConfiguration, WorstPlan
 from replay.commands.worst.configuration_costs import Bounds, predict_configuration
@@ -98,11 +99,11 @@ def _read_inputs(plan: WorstPlan) -> FeedableInputs:
 
 def _run(campaign: Campaign[WorstPlan], inputs: FeedableInputs, limits: RunLimits, screen: IO[str]) -> WorstResult:
     campaign.open(ThisMachine(), limits)
-    campaign.result = WorstOutcome(damaged=[text for _, text in describe_damaged_files(inputs.damaged)])
+    campaign.result = WorstOutcome(damaged=[text for _, text in describe_damaged_files(inputs.unfeedable)])
     console = WorstConsole(
         campaign.command_line,
         inputs.shapes,
-        inputs.damaged,
+        inputs.unfeedable,
         full_names=campaign.plan.spec.measure.full_names,
         file=screen,
     )
@@ -111,7 +112,7 @@ def _run(campaign: Campaign[WorstPlan], inputs: FeedableInputs, limits: RunLimit
     with catch_interruption() as interruption:
         is_fine = work.run()
     interruption.pass_on(campaign.folder)
-    return WorstResult.from_campaign(campaign, exit_code=0 if is_fine and not inputs.damaged else 1)
+    return WorstResult.from_campaign(campaign, exit_code=0 if is_fine and not inputs.unfeedable else 1)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

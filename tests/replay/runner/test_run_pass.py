@@ -378,12 +378,12 @@ def test_the_routers_loss_is_a_part_of_the_loss(events: list[str], inputs: PassI
 def test_the_routers_loss_is_added_as_often_as_the_noted_loss_holds_it(
     share: float, added: float, events: list[str], inputs: PassInputs
 ) -> None:
-    noted = SimpleNamespace(find_share=lambda loss, log_probs_BA, term: torch.tensor(share))
+    noted = SimpleNamespace(find_factor=lambda loss, log_probs_BA, term: torch.tensor(share))
     term: Any = SimpleNamespace(compute=lambda routers: torch.tensor(3.0), noted=noted)
     outcome, _ = run_window(events, inputs, router_loss_term=term)
     assert outcome.loss.item() == 2.0 * count_tokens(inputs) + added
-    assert outcome.router_share is not None
-    assert outcome.router_share.item() == pytest.approx(share, nan_ok=True)
+    assert outcome.router_loss_factor is not None
+    assert outcome.router_loss_factor.item() == pytest.approx(share, nan_ok=True)
 
 
 def test_a_pass_that_runs_again_steps_nothing_and_draws_nothing(events: list[str], inputs: PassInputs) -> None:

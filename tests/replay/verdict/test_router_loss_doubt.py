@@ -8,7 +8,7 @@ import pytest
 
 from actor_init.routes import RouterFlips
 from replay.verdict.findings import FindingStatus
-from replay.verdict.gradient_findings import UNKNOWN_ROUTER_LOSS, compare_windows
+from replay.verdict.gradient_findings import UNKNOWN_ROUTER_LOSS, add_window_findings
 from replay.verdict.pass_values import JobRouterLoss
 from tests.replay.verdict.causes.made_evidence import (
     SETTINGS,
@@ -36,7 +36,7 @@ def judge(off: Collection[str], share: float | None) -> set[FindingStatus]:
     assert compared.recorded.step_after is not None
     step = replace(compared.recorded.step_after, grad_norm=measure_norm(job))
     recorded = replace(compared.recorded, step_after=step, has_job_weights_of_tokens=True)
-    [judged] = compare_windows([replace(compared, recorded=recorded, replayed=replayed)], SETTINGS)
+    [judged] = add_window_findings([replace(compared, recorded=recorded, replayed=replayed)], SETTINGS)
     unsettled = [finding for finding in judged.window_findings if finding.status is FindingStatus.UNSETTLED]
     assert all((finding.doubt or "").startswith(UNKNOWN_ROUTER_LOSS) for finding in unsettled)
     return {finding.status for finding in judged.window_findings if not finding.agrees}

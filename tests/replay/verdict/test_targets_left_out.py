@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from replay.verdict.findings import FindingStatus
-from replay.verdict.gradient_findings import compare_windows
+from replay.verdict.gradient_findings import add_window_findings
 from tests.replay.verdict.causes.made_evidence import (
     SETTINGS,
     draw_gradients,
@@ -23,7 +23,7 @@ def test_a_gradient_of_targets_that_are_left_out_here_is_unsettled(num_left_out:
     assert compared.recorded.step_after is not None
     step = replace(compared.recorded.step_after, grad_norm=2 * measure_norm(job))
     recorded = replace(compared.recorded, step_after=step, has_job_weights_of_tokens=True, num_left_out=num_left_out)
-    [judged] = compare_windows([replace(compared, recorded=recorded)], SETTINGS)
+    [judged] = add_window_findings([replace(compared, recorded=recorded)], SETTINGS)
     differing = [finding for finding in judged.window_findings if not finding.agrees]
     assert differing
     assert {finding.status for finding in differing} == {status}
