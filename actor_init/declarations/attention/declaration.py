@@ -24,6 +24,14 @@ def find_no_obstacle(config: Any) -> str:
     return ""
 
 
+def is_taken_by_class(config: Any, flag: str) -> bool:
+    """Does transformers' class of this config take a kernel, as its `flag` says? True for a class of the user's own."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    model_class = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    return model_class is None or bool(getattr(model_class, flag, False))
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KernelObstacle:
     """Why a kernel cannot run, and what to type instead."""

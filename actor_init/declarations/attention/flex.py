@@ -2,7 +2,12 @@
 
 from typing import Any
 
-from actor_init.declarations.attention.declaration import AttentionForm, AttentionKernel, KernelLimits
+from actor_init.declarations.attention.declaration import (
+    AttentionForm,
+    AttentionKernel,
+    KernelLimits,
+    is_taken_by_class,
+)
 from actor_init.option_words import Attention
 from capture.facts import Setting
 
@@ -13,10 +18,7 @@ MIN_HEAD_DIM = 16
 
 def find_flex_obstacle(config: Any) -> str:
     """Return why flex attention cannot compute a model of this config; empty if it can."""
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
-
-    model_class = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
-    if model_class is not None and not getattr(model_class, "_supports_flex_attn", False):
+    if not is_taken_by_class(config, "_supports_flex_attn"):
         return f"transformers has no flex_attention for {config.model_type}. Try: {PLAIN}"
     text = config.get_text_config()
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads

@@ -2,18 +2,20 @@
 
 from typing import Any
 
-from actor_init.declarations.attention.declaration import RING_REFUSAL, AttentionForm, AttentionKernel, KernelLimits
+from actor_init.declarations.attention.declaration import (
+    RING_REFUSAL,
+    AttentionForm,
+    AttentionKernel,
+    KernelLimits,
+    is_taken_by_class,
+)
 from actor_init.option_words import Attention
 from capture.facts import Setting
 
 
 def has_sdpa(config: Any) -> bool:
     """Can the model's class compute its attention through torch's SDPA? Softcapped scores and sinks cannot."""
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
-
-    return type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING or bool(
-        getattr(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], "_supports_sdpa", False)
-    )
+    return is_taken_by_class(config, "_supports_sdpa")
 
 
 def find_sdpa_obstacle(config: Any) -> str:
