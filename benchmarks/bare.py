@@ -63,9 +63,9 @@ def build(
 
         get_peft_model(model, LoraConfig(r=16, target_modules="all-linear")).save_pretrained(str(lora))
     layers = model.model.layers
-    is_zero3 = engine == "zero3"
+    is_compiled_zero3 = compiled and engine == "zero3"
     for layer in layers if compiled else ():
-        if is_zero3:
+        if is_compiled_zero3:
             # A graph of its hooks would be another for each layer.
             layer.forward = torch.compile(layer.forward)
         else:
@@ -80,7 +80,7 @@ def build(
     else:
         import deepspeed
 
-        if compiled and is_zero3:
+        if is_compiled_zero3:
             # DeepSpeed's hooks are on every module unless a block is a leaf; inside a graph each is traced anew.
             deepspeed.utils.set_z3_leaf_modules(model, {type(layer) for layer in layers})
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -93,7 +93,7 @@ def build(
                 # DeepSpeed's own linear function reads a parameter's id, which makes a graph of each layer.
                 "zero_optimization": {
                     "stage": int(engine.removeprefix("zero")),
-                    "memory_efficient_linear": not (compiled and is_zero3),
+                    "memory_efficient_linear": not is_compiled_zero3,
                 },
                 "zero_allow_untested_optimizer": True,
             },
