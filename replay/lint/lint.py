@@ -47,7 +47,20 @@ def keep_one_of_each(passes: Sequence[RecordedPass]) -> list[RecordedPass]:
     return list({(recorded.rank, recorded.forward_number): recorded for recorded in reversed(passes)}.values())[::-1]
 
 
-def read_unreplayed_pass(capture: CaptureLocation, ids: "ConfigIds") -> RecordedPass | None:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ConfigIds:
+    """The ids that a model's config names. None: it names none.
+
+    vocabulary  how many ids there are
+    """
+
+    padding: int | None
+    begin: int | None
+    ends: frozenset[int]
+    vocabulary: int | None
+
+
+def read_unreplayed_pass(capture: CaptureLocation, ids: ConfigIds) -> RecordedPass | None:
     """Read what the job recorded of a pass that is not replayed; None where that cannot be read.
 
     ids  of the model's config
@@ -62,19 +75,6 @@ def read_unreplayed_pass(capture: CaptureLocation, ids: "ConfigIds") -> Recorded
         return read_recorded_pass(call, call.micro_batch(), LossName.STAND_IN, weights, ids.begin, ids.ends)
     except CaptureError:
         return None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ConfigIds:
-    """The ids that a model's config names. None: it names none.
-
-    vocabulary  how many ids there are
-    """
-
-    padding: int | None
-    begin: int | None
-    ends: frozenset[int]
-    vocabulary: int | None
 
 
 def read_config_ids(config: Mapping[str, object]) -> ConfigIds:

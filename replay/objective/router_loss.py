@@ -70,13 +70,13 @@ class NotedLoss:
             return unknown
         (gradient_BA,) = torch.autograd.grad(loss, log_probs_BA, retain_graph=True)
         loss, term, weight = loss.detach(), term.detach(), -gradient_BA.sum()
-        one = torch.ones_like(weight)
-        shares = torch.stack([torch.zeros_like(weight), one, weight])
-        noted = torch.stack([one, weight]) * self.value
+        once = torch.ones_like(weight)
+        factors = torch.stack([torch.zeros_like(weight), once, weight])
+        noted = torch.stack([once, weight]) * self.value
         bounds = self.bound * noted.abs().clamp(min=1)
-        fits = ((loss + shares[:, None] * term - noted).abs() <= bounds).any(dim=1)
-        least = torch.where(fits, shares, torch.inf).min()
-        most = torch.where(fits, shares, -torch.inf).max()
+        fits = ((loss + factors[:, None] * term - noted).abs() <= bounds).any(dim=1)
+        least = torch.where(fits, factors, torch.inf).min()
+        most = torch.where(fits, factors, -torch.inf).max()
         # Where rounding is as large as the term, a loss with it and one without it both fit.
         is_told = torch.isclose(least, most, rtol=1e-3, atol=0.0) & (term.abs() > 2 * bounds.max())
         return torch.where(is_told, most, unknown)

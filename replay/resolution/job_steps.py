@@ -67,12 +67,7 @@ def find_followed_steps(
     followed: list[JobWindow] = []
     reason: str | None = None
     for window in windows:
-        is_behind_its_step = not window.steps and any(window.number == other.number for other in followed)
-        reason = (
-            f"no step of the job takes the passes that come behind its step {followed[-1].place + 1} here"
-            if is_behind_its_step
-            else _explain_unfollowable(window, windows[0], actor, job_names)
-        )
+        reason = _explain_unfollowable(window, followed, actor, job_names)
         if reason is not None:
             break
         followed.append(window)
@@ -133,10 +128,13 @@ def explain_missing_start(window: JobWindow) -> str | None:
 
 
 def _explain_unfollowable(
-    window: JobWindow, first_window: JobWindow, actor: ActorSpec, job_names: Sequence[str]
+    window: JobWindow, followed: Sequence[JobWindow], actor: ActorSpec, job_names: Sequence[str]
 ) -> str | None:
-    """Say why the job's step after a window cannot be taken here; None if it can."""
+    """Say why the job's step after a window cannot be taken here, behind those that are followed; None if it can."""
+    first_window = followed[0] if followed else window
     step_name = "a step" if window.number is None else f"step {window.number + 1}"
+    if not window.steps and any(window.number == other.number for other in followed):
+        return f"no step of the job takes the passes that come behind its step {followed[-1].place + 1} here"
     if not window.steps and window.number and not any(job_pass.step for job_pass in window.passes):
         return f"no step was recorded behind the passes after step {window.number}"
     if not window.steps:

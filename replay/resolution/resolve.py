@@ -79,7 +79,7 @@ def resolve(
     Here the spec of the actor has seven stages:
     1. `spec.actor`: what was typed
     2. `spec_from_job.actor`: with what the captures tell: dtype, packing, fused modules, accumulation, routing
-    3. `actor_with_steps`: with the optimizer, also in `spec_with_steps`
+    3. `spec_with_steps.actor`: with the optimizer
     4. `actor_before_probes`: with the job's attention kernel, if it can be had here
     5. `actor_with_layout`: with the layout of rows, and the kernel that is right for it
     6. `actor_with_head`: with how log-probs come from the head
@@ -111,10 +111,7 @@ def resolve(
 
     spec_with_loss = replace(spec_from_job, measure=replace(spec_from_job.measure, loss=loss.value))
     step_choice = choose_steps(spec_with_loss, model_source, weight_checker, selection, first_call, world)
-    actor_with_steps = step_choice.apply(spec_with_loss.actor)
-    spec_with_steps = replace(
-        spec_with_loss, actor=actor_with_steps, measure=replace(spec_with_loss.measure, step=step_choice.mode)
-    )
+    spec_with_steps = step_choice.apply_to_spec(spec_with_loss)
     job_steps = step_choice.job_steps
     if job_steps is not None:
         model_source = replace(model_source, optimizer_groups=job_steps.groups)
@@ -328,8 +325,8 @@ def _list_backend_and_optimizer_settings(actor: ActorSpec) -> Iterator[ResolvedC
     for setting in family.settings if family is not None else ():
         # A setting that no option sets has none in `options`, and is not listed.
         value_or_values = setting.read_options(actor)
-        is_one = len(setting.options) <= 1
-        values = [value_or_values] * len(setting.options) if is_one else value_or_values
+        has_several = len(setting.options) > 1
+        values = value_or_values if has_several else [value_or_values] * len(setting.options)
         for name, value in zip(setting.options, values, strict=True):
             is_typed = getattr(actor, name) is not None
             why = "" if is_typed or family is None else f"{family.packages[0]}'s, of {actor.optimizer}"

@@ -44,6 +44,10 @@ class StepChoice:
             return actor.with_step_defaults()
         return replace(actor, optimizer=self.job_steps.optimizer, max_norm=self.job_steps.max_norm).with_step_defaults()
 
+    def apply_to_spec(self, spec: ReplayParts) -> ReplayParts:
+        """Return the spec with the mode of the steps, and with their optimizer and clipping."""
+        return replace(spec, actor=self.apply(spec.actor), measure=replace(spec.measure, step=self.mode))
+
     def list_choices(self, typed: ActorSpec) -> Iterator[ResolvedChoice]:
         """Yield whether the optimizer steps and, unless they were typed, which one it is and what norm it clips to."""
         yield ResolvedChoice(setting=STEP, value=self.mode, by=self.by, why=self.why)

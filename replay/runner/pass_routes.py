@@ -107,13 +107,13 @@ class PassRouting:
             ),
         )
 
-    def describe_job_loss(self, call: Call, share: Tensor | None) -> JobRouterLoss | None:
+    def describe_job_loss(self, call: Call, factor: Tensor | None) -> JobRouterLoss | None:
         """Describe the routers' loss that the job's loop may have added to its own; None where it had none to add."""
         if not self._is_left_to_job(call) or self.router_loss is None:
             return None
         return JobRouterLoss(
             coefficient=self.router_loss.coefficient,
-            share=math.nan if share is None else share.item(),
+            factor=math.nan if factor is None else factor.item(),
             is_noted=isinstance(call.outputs.get("noted_loss"), float),
         )
 

@@ -331,14 +331,7 @@ def run_pass(
             with clock.measure("forward"):
                 log_probs_BA = backend.forward(inputs.actor_inputs, train_mode=inputs.train_mode)
                 loss = inputs.compute_loss(log_probs_BA)
-                term = inputs.router_loss_term
-                router_loss = None if term is None else term.compute(router_states)
-                router_loss_factor: Tensor | None = None
-                # A loss that the job noted tells whether its loop added the routers'. It is added here as often, and
-                # not where that is unknown: a gradient that differs is then in doubt.
-                if term is not None and router_loss is not None and term.noted is not None:
-                    router_loss_factor = term.noted.find_factor(loss, log_probs_BA, router_loss)
-                    router_loss = router_loss_factor.nan_to_num() * router_loss
+                router_loss, router_loss_factor = _compute_router_loss(inputs, router_states, loss, log_probs_BA)
                 if router_loss is not None:
                     loss = loss + router_loss
             notifier.after_forward(log_probs_BA, loss)
@@ -425,6 +418,21 @@ def drop_gradients(model: nn.Module, names: Collection[str]) -> None:
 
 def _steer_routers(backend: Backend, inputs: PassInputs) -> AbstractContextManager[Mapping[str, RouterState]]:
     return nullcontext({}) if inputs.routes is None else steer_routers(backend.model, inputs.routes)
+
+
+def _compute_router_loss(
+    inputs: PassInputs, states: Mapping[str, RouterState], loss: Tensor, log_probs_BA: Tensor
+) -> tuple[Tensor | None, Tensor | None]:
+    """Compute the routers' loss as a term of `loss`, and how often the job's noted loss holds it (PassOutcome)."""
+    if (term := inputs.router_loss_term) is None:
+        return None, None
+    router_loss = term.compute(states)
+    if term.noted is None:
+        return router_loss, None
+    # A loss that the job noted tells whether its loop added the routers'. It is added here as often, and not where that
+    # is unknown: a gradient that differs is then in doubt.
+    factor = term.noted.find_factor(loss, log_probs_BA, router_loss)
+    return factor.nan_to_num() * router_loss, factor
 
 
 def prepare_actor_inputs(batch: MicroBatch, spec: ActorSpec, model_source: ModelSource, world: World) -> ActorInputs:

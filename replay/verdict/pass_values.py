@@ -465,18 +465,18 @@ class JobRouterLoss:
     """The routers' loss that the job's model returned, and its loop may have added to a loss of its own.
 
     coefficient  that of the model's config
-    share        how many times the loss that the job noted holds it; nan where that does not tell
+    factor       how many times the loss that the job noted holds it; nan where that does not tell
     is_noted     the job noted a loss
     """
 
     coefficient: float
-    share: float
+    factor: float
     is_noted: bool
 
     @property
     def is_held(self) -> bool:
         """The noted loss holds it, so that the replay's does."""
-        return not math.isnan(self.share) and self.share != 0
+        return not math.isnan(self.factor) and self.factor != 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -92,7 +92,7 @@ def describe_absent_router_loss(
     losses = [replayed.job_router_loss for _, _, replayed in passes if replayed.job_router_loss is not None]
     if not losses or any(loss.is_held for loss in losses):
         return []
-    is_absent = losses[0].share == 0
+    is_absent = losses[0].factor == 0
     places = [*(["the noted loss"] if is_absent else []), *(["the routers' gradient"] if has_same_gradient else [])]
     if not places:
         return []

@@ -101,52 +101,48 @@ def find_scaled_loss(evidence: CauseEvidence) -> Cause | None:
     divisors = {compared.recorded.divisor for compared in window}
     divisor = divisors.pop() if len(divisors) == 1 else None
     if divisor is not None and math.isclose(factor, num_tokens / divisor, rel_tol=1e-4):
-        return Cause(
-            name=CauseName.GRADIENTS_SCALED,
-            sureness=Sureness.IS,
+        return _name_loss_factor(
+            CauseName.GRADIENTS_SCALED,
             sentence=f"the job's loss is divided by {divisor:g} tokens (num_items_in_batch), and {num_tokens} of the "
             f"step have one, {name_time(verdict)}",
             try_next="count the labels that the model's shift leaves: those behind each row's first token",
-            explains=(*GRADIENT_FINDINGS, WEIGHTING),
         )
     num_passes = len(window)
     usual_number = max(map(len, evidence.windows))
     if num_passes < usual_number and math.isclose(factor, num_passes / usual_number, rel_tol=1e-3):
-        return Cause(
-            name=CauseName.WINDOW_WEIGHTS,
-            sureness=Sureness.IS,
+        return _name_loss_factor(
+            CauseName.WINDOW_WEIGHTS,
             sentence=f"each loss is divided by the {usual_number} passes of a full step, and the job's step "
             f"{(verdict.optimizer_step or 0) + 1} has {num_passes}: its gradient is {seen_factor:.4g} times the loss's",
             try_next="divide by the passes that a step really has, as at the end of an epoch",
-            explains=(*GRADIENT_FINDINGS, WEIGHTING),
         )
     cleared = find_cleared_passes(compared.recorded for compared in evidence.passes)
     if cleared is not None and math.isclose(factor, num_passes / cleared.num_passes, rel_tol=1e-3):
-        return Cause(
-            name=CauseName.WINDOW_WEIGHTS,
-            sureness=Sureness.IS,
+        return _name_loss_factor(
+            CauseName.WINDOW_WEIGHTS,
             sentence=f"{cleared.describe()}; the losses of the others are divided by {cleared.num_passes}, "
             f"{name_time(verdict)}",
             try_next="call zero_grad once a step, behind optimizer.step()",
-            explains=(*GRADIENT_FINDINGS, WEIGHTING),
         )
     if num_passes > 1 and math.isclose(factor, num_passes, rel_tol=1e-3):
-        return Cause(
-            name=CauseName.WINDOW_WEIGHTS,
-            sureness=Sureness.IS,
+        return _name_loss_factor(
+            CauseName.WINDOW_WEIGHTS,
             sentence=f"the losses of a step's {num_passes} passes are added up and not averaged, "
             f"{name_time(verdict)}: the gradient is {seen_factor:.4g} times that of their mean",
             try_next="divide each loss by the number of passes of a step before its backward",
-            explains=(*GRADIENT_FINDINGS, WEIGHTING),
         )
-    return Cause(
-        name=CauseName.GRADIENTS_SCALED,
-        sureness=Sureness.IS,
+    return _name_loss_factor(
+        CauseName.GRADIENTS_SCALED,
         sentence=f"the job differentiates {factor:.6g} times its loss"
         f"{explain_loss_scale(factor) or explain_share(factor, window)}, {name_time(verdict)}",
         try_next="look for a factor on the loss between the model and the backward",
-        explains=(*GRADIENT_FINDINGS, WEIGHTING),
     )
+
+
+def _name_loss_factor(name: CauseName, *, sentence: str, try_next: str) -> Cause:
+    """Name what the job multiplied its losses by: the recording has the factor, and the gradient shows it."""
+    explains = (*GRADIENT_FINDINGS, WEIGHTING)
+    return Cause(name=name, sureness=Sureness.IS, sentence=sentence, try_next=try_next, explains=explains)
 
 
 def _find_round_norm(wrong: WrongGradient) -> float | None:

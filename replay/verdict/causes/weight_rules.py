@@ -156,14 +156,21 @@ def find_other_update(evidence: CauseEvidence) -> Cause | None:
     )
 
 
+def _collect_around_window(evidence: CauseEvidence, verdict: PassVerdict) -> tuple[int | None, Mapping[int, Samples]]:
+    """Return the number of steps before a window, None if it is not known, and the samples that its rank recorded."""
+    window = evidence.find_window(verdict)
+    if not window:
+        return None, {}
+    recorded = window[0].recorded
+    return recorded.num_steps_before, _collect_samples(evidence).get(recorded.rank or 0, {})
+
+
 def _find_cast(evidence: CauseEvidence, verdict: PassVerdict) -> Cause | None:
     """Tell that fp32 weights are all numbers of bf16 behind the step, and were not before: one in 65,536 is by chance.
 
     A model that is cast for a checkpoint in place, and cast back, is the job's own from then on.
     """
-    window = evidence.find_window(verdict) or ()
-    number = window[0].recorded.num_steps_before if window else None
-    by_step = _collect_samples(evidence).get(window[0].recorded.rank or 0, {}) if window else {}
+    number, by_step = _collect_around_window(evidence, verdict)
     if number is None or number not in by_step or number + 1 not in by_step:
         return None
     before, behind = by_step[number], by_step[number + 1]
@@ -194,8 +201,7 @@ def _find_average(evidence: CauseEvidence, verdict: PassVerdict) -> Cause | None
     Weights add up to 1 in an average, so the differences from the first weights are a sum of their differences.
     """
     window = evidence.find_window(verdict) or ()
-    number = window[0].recorded.num_steps_before if window else None
-    by_step = _collect_samples(evidence).get(window[0].recorded.rank or 0, {}) if window else {}
+    number, by_step = _collect_around_window(evidence, verdict)
     if number is None or number < 1 or not all(step in by_step for step in range(number + 1)):
         return None
     stepped = {

@@ -30,7 +30,7 @@ def judge(off: Collection[str], share: float | None) -> set[FindingStatus]:
     }
     job = {name: transpose_gradient(values) if name in off else values for name, values in replay.items()}
     [compared] = make_window([job], replay)
-    left_to_job = None if share is None else JobRouterLoss(coefficient=0.02, share=share, is_noted=True)
+    left_to_job = None if share is None else JobRouterLoss(coefficient=0.02, factor=share, is_noted=True)
     flips = [RouterFlips(router=ROUTER, num_tokens=8, distances=())]
     replayed = replace(compared.replayed, router_flips=flips, job_router_loss=left_to_job)
     assert compared.recorded.step_after is not None
