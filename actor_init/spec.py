@@ -353,7 +353,7 @@ class ActorSpec:
         return self.is_custom and self.weights is None and not self.random_weights
 
     @property
-    def num_accumulated(self) -> int:
+    def resolved_grad_accumulation(self) -> int:
         """The passes of each data rank that go into one gradient."""
         return self.grad_accumulation or 1
 

@@ -136,7 +136,7 @@ def losses(home: Path) -> dict[str, str]:
 
 def _steps(run: Run) -> list[str]:
     past = PastRun.read(run.logs)
-    size = past.actor.num_accumulated * past.num_data_ranks
+    size = past.actor.resolved_grad_accumulation * past.num_data_ranks
     firsts = {(record.index, record.data_rank): record.result.loss or 0.0 for record in reversed(past.records)}
     in_order = [firsts[key] for key in sorted(firsts)]
     return [f"{sum(in_order[at : at + size]) / size:.5f}" for at in range(0, len(in_order), size)]

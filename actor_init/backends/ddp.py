@@ -98,7 +98,7 @@ class DDPBackend(TorchBackend):
             optimizer=optimizer,
             schedule=make_schedule(spec, optimizer) if optimizer else None,
             scaler=torch.amp.GradScaler(world.device.type, enabled=spec.dtype is Dtype.FP16 and has_masters),
-            window=DDPWindow(size=spec.num_accumulated),
+            window=DDPWindow(size=spec.resolved_grad_accumulation),
             attention=attention,
             kernels=kernels,
         )

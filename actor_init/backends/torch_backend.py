@@ -38,7 +38,7 @@ class TorchBackend:
         """Count passes that do not run, which makes no difference where each backward averages over the ranks."""
 
     def backward(self, loss: Tensor) -> None:
-        torch.autograd.backward(self.scaler.scale(loss / self.spec.num_accumulated))
+        torch.autograd.backward(self.scaler.scale(loss / self.spec.resolved_grad_accumulation))
 
     def loss_scale(self) -> float:
         return self.scaler.get_scale()

@@ -210,7 +210,7 @@ def repeat_in_environments(plan: ParityPlan, environments: Sequence[Environment]
 
 def _count_window_inputs(cell: Cell) -> int:
     """Return the number of inputs that one gradient is averaged over."""
-    return cell.num_data_ranks * cell.spec.actor.num_accumulated
+    return cell.num_data_ranks * cell.spec.actor.resolved_grad_accumulation
 
 
 def _add_baseline(
@@ -267,7 +267,7 @@ def _admit_cell(
         refused[name] = format_error_with_flags(error)
         return
     plain = context.name_run(context.plain_setting(spec.actor.dtype))
-    window = setting.get(DATA, 1) * spec.actor.num_accumulated
+    window = setting.get(DATA, 1) * spec.actor.resolved_grad_accumulation
     reference = plain if window == 1 or role is Role.REFERENCE else f"{plain}, accumulated {window}"
     if spec.measure.steps and role is Role.REFERENCE:
         # Steps on other windows are a different training run.

@@ -32,12 +32,12 @@ class JobWindow:
     number: int | None
 
 
-def note_window_sizes(rounds: Sequence[InputRound], usual_size: int) -> tuple[list[InputRound], int]:
-    """Note in rounds how many passes their windows have, if not all have `usual_size`; also return the largest number.
+def note_window_sizes(rounds: Sequence[InputRound], grad_accumulation: int) -> tuple[list[InputRound], int]:
+    """Note in rounds how many passes their windows have, if not all have `grad_accumulation`. Also return the largest.
 
     The job's last window of an epoch may be shorter than the others. What is no whole step of the job's is divided into
-    windows of the usual size, and what is left of it is an incomplete window: no pass of another step joins it. The
-    last of all passes leave their window open.
+    windows of `grad_accumulation` passes, and what is left of it is an incomplete window: no pass of another step joins
+    it. The last of all passes leave their window open.
     """
     indices = [index for index, input_round in enumerate(rounds) if input_round.trains]
     sizes: dict[int, int] = {}
@@ -48,12 +48,12 @@ def note_window_sizes(rounds: Sequence[InputRound], usual_size: int) -> tuple[li
         size = _count_passes_of_step(later_rounds)
         if not size:
             num_passes = _count_passes_before_next_step(later_rounds)
-            size = num_passes if num_passes < min(usual_size, len(later_rounds)) else usual_size
-            incomplete.update(indices[begin : begin + size] if size < usual_size else ())
+            size = num_passes if num_passes < min(grad_accumulation, len(later_rounds)) else grad_accumulation
+            incomplete.update(indices[begin : begin + size] if size < grad_accumulation else ())
         sizes |= dict.fromkeys(indices[begin : begin + size], size)
         begin += size
-    if set(sizes.values()) <= {usual_size}:
-        return list(rounds), usual_size
+    if set(sizes.values()) <= {grad_accumulation}:
+        return list(rounds), grad_accumulation
     noted = [
         replace(input_round, num_in_window=sizes.get(index, 0), is_incomplete=index in incomplete)
         for index, input_round in enumerate(rounds)
@@ -81,13 +81,13 @@ def _count_passes_of_step(rounds: Sequence[InputRound]) -> int:
     return len(rounds) if passes and find_steps_of_job(passes) else 0
 
 
-def list_job_windows(rounds: Sequence[InputRound], usual_size: int) -> list[JobWindow]:
+def list_job_windows(rounds: Sequence[InputRound], grad_accumulation: int) -> list[JobWindow]:
     """List the windows of a replay that are full: so many training passes of each data rank."""
     windows: list[JobWindow] = []
     indices = [index for index, input_round in enumerate(rounds) if input_round.trains]
     begin = 0
     while begin < len(indices):
-        size = find_window_size(rounds, indices[begin], usual_size)
+        size = find_window_size(rounds, indices[begin], grad_accumulation)
         if begin + size > len(indices):
             break
         members = [rounds[index] for index in indices[begin : begin + size]]

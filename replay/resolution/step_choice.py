@@ -101,7 +101,7 @@ def _choose_on_rank(
     mode = spec.measure.step
     if mode is StepMode.OFF:
         return StepChoice(mode=mode, by=ChosenBy.TYPED)
-    windows = list_job_windows(selection.rounds, spec.actor.num_accumulated)
+    windows = list_job_windows(selection.rounds, spec.actor.resolved_grad_accumulation)
     followed = _find_steps_to_follow(spec, source, checker, windows, recorded)
     if mode is StepMode.ON:
         return StepChoice(mode=mode, by=ChosenBy.TYPED, job_steps=None if isinstance(followed, str) else followed)

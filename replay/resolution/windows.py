@@ -170,9 +170,9 @@ def find_training_rounds(rounds: Sequence[InputRound], first_index: int, size: i
     return [input_round for input_round in rounds[first_index:] if input_round.trains][:size]
 
 
-def find_window_size(rounds: Sequence[InputRound], first_index: int, usual_size: int) -> int:
+def find_window_size(rounds: Sequence[InputRound], first_index: int, grad_accumulation: int) -> int:
     """Return how many passes of a data rank the window has that begins at `first_index`."""
-    return (rounds[first_index].num_in_window if first_index < len(rounds) else 0) or usual_size
+    return (rounds[first_index].num_in_window if first_index < len(rounds) else 0) or grad_accumulation
 
 
 def compute_token_weight(

@@ -19,7 +19,8 @@ from replay.tolerances.job_bounds import SAME_SHARES
 class AccumulationWindow:
     """The accumulation window that is open on one rank. It has the same passes on every rank.
 
-    usual_size        passes of each data rank in a window, as --grad-accumulation says
+    grad_accumulation passes of each data rank in a window, as --grad-accumulation says; a window of the job may have
+                      fewer (`size`)
     rounds            for each pass, the inputs that the data ranks replay at the same time; empty: unknown
     first_index       index of the window's first pass
     num_passes        passes of the window that are over: they ran, or failed
@@ -30,7 +31,7 @@ class AccumulationWindow:
     recorded_signatures  signatures of it, by that name
     """
 
-    usual_size: int
+    grad_accumulation: int
     rounds: Sequence[InputRound] = ()
     first_index: int = 0
     num_passes: int = 0
@@ -43,7 +44,7 @@ class AccumulationWindow:
     @property
     def size(self) -> int:
         """Passes of each data rank in this window."""
-        return find_window_size(self.rounds, self.first_index, self.usual_size)
+        return find_window_size(self.rounds, self.first_index, self.grad_accumulation)
 
     @property
     def is_open(self) -> bool:
@@ -59,9 +60,9 @@ class AccumulationWindow:
     ) -> None:
         """Begin a window with pass `index` if none is open, and add what was recorded of its gradient there."""
         self._begin(index)
-        # The backend ends a window when it has counted the usual number of passes. So it is told to count more than
+        # The backend ends a window when it has counted `grad_accumulation` passes. So it is told to count more than
         # ran: in a short window as many as that lacks, in any window those that failed.
-        num_over = self.usual_size - self.size + self.num_passes
+        num_over = self.grad_accumulation - self.size + self.num_passes
         if num_over != self.num_counted:
             backend.skip_passes(num_over - self.num_counted)
             self.num_counted = num_over

@@ -155,7 +155,11 @@ class Header:
             *([_describe_compile(actor)] if actor.compile is not Compile.OFF else []),
             *([f"routing {actor.routing}"] if is_mixture(self.weight_checker.names) else []),
             *(["gradient checkpointing"] if actor.gradient_checkpointing else []),
-            *([f"gradient accumulation {actor.num_accumulated}"] if actor.num_accumulated > 1 else []),
+            *(
+                [f"gradient accumulation {actor.resolved_grad_accumulation}"]
+                if actor.resolved_grad_accumulation > 1
+                else []
+            ),
             *(["window mean-of-means"] if self.resolved.measure.window is WindowWeights.MEAN_OF_MEANS else []),
         ]
         return f"{describe_engine(actor.backend, facts['zero_stage'])}, {', '.join(toggles)}"
@@ -207,7 +211,7 @@ class Header:
         why = next((choice.why for choice in self.resolved.choices if choice.setting == STEP), "")
         if not self.resolved.measure.steps:
             return {"optimizer": f"not stepped: {why}"} if why else {}
-        for path in self.selection.inputs[: actor.num_accumulated]:
+        for path in self.selection.inputs[: actor.resolved_grad_accumulation]:
             try:
                 step = read_call(path).step
             except CaptureError:

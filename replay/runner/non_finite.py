@@ -106,7 +106,7 @@ class NonFiniteSearch:
             return NO_LAYERS
         tensor = self._search_repeated_pass(backend, inputs, runs_backward=False)
         if not any(self.world.gather(tensor is not None)):
-            if self.spec.num_accumulated > 1:
+            if self.spec.resolved_grad_accumulation > 1:
                 return IN_WINDOW
             # In fp16 gradients overflow in healthy runs: the loss scale is lowered after them.
             if inputs.runs_backward and self.spec.dtype is not Dtype.FP16:

@@ -185,7 +185,7 @@ class OutOfMemoryAnalysis:
 
     def _estimate_holders(self, peak: float, growing: float, phase: str, size: PassSize) -> list[Holder]:
         held = dict(self._declared_bytes)
-        if phase == "forward" and self.actor.num_accumulated == 1:
+        if phase == "forward" and self.actor.resolved_grad_accumulation == 1:
             held[HolderKind.GRADIENTS] = 0.0
         lasting = peak - growing
         # Together they take no more than the fit leaves for what does not grow.

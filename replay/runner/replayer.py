@@ -155,7 +155,7 @@ class Replayer:
         self.tracker = tracker
         self.weight_checker = weight_checker
         self.trace = trace
-        self.window = AccumulationWindow(usual_size=spec.actor.num_accumulated, rounds=rounds)
+        self.window = AccumulationWindow(grad_accumulation=spec.actor.resolved_grad_accumulation, rounds=rounds)
         self.details_folder = log_folder if spec.measure.keeps_details else None
         self.non_finite_search = NonFiniteSearch(spec=spec.actor, world=world, report_progress=tracker.report_progress)
         self.step_follower = StepFollower(spec=spec, world=world)
@@ -211,7 +211,9 @@ class Replayer:
     def needs_second_run(self, rank_records: Sequence[PassRecord]) -> bool:
         """Is the latest pass to be run again, to see if it is always as slow? The same on every rank."""
         # A second run ends with an empty gradient. In an open window the gradient accumulated so far would be lost.
-        return self.spec.actor.num_accumulated == 1 and self._expected_times.is_unexpectedly_slow(rank_records)
+        return self.spec.actor.resolved_grad_accumulation == 1 and self._expected_times.is_unexpectedly_slow(
+            rank_records
+        )
 
     def learn_times(self, rank_records: Sequence[PassRecord]) -> None:
         """Learn from the latest pass, which needs no second run, how long later passes should take."""
@@ -452,7 +454,7 @@ class Replayer:
             builds_graph=batch.trains,
             runs_backward=runs_backward,
             loss_weight=self._choose_loss_weight(index, objective_data),
-            window_factor=self.window.usual_size / self.window.size,
+            window_factor=self.window.grad_accumulation / self.window.size,
             window_end=window_end,
             frozen=self.model_source.find_frozen_at(captured_pass.origin.forward_number),
             random_states=captured_pass.random,

@@ -263,7 +263,7 @@ class Reruns:
     def _restore_window(self, records: Sequence[PassRecord], index: int) -> None:
         """Bring the accumulation window, with its gradient, to where it was before pass `index` ran first."""
         self.replayer.reopen_after_failure()
-        if not self.spec.measure.backward or self.spec.actor.num_accumulated == 1:
+        if not self.spec.measure.backward or self.spec.actor.resolved_grad_accumulation == 1:
             return
         trained_indices = [
             record.index

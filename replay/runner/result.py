@@ -196,7 +196,7 @@ def make_verdict_settings(
         dtype=dtype,
         num_layers=source.config.get_text_config().num_hidden_layers,
         num_data_ranks=world.num_data_ranks,
-        grad_accumulation=spec.actor.num_accumulated,
+        grad_accumulation=spec.actor.resolved_grad_accumulation,
         step_spec=spec.actor if spec.measure.steps else None,
         follows_frozen=bool(source.frozen_later),
         is_dtype_typed=spec.find_chooser("actor.dtype") is ChosenBy.TYPED,

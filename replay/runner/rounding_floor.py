@@ -220,7 +220,7 @@ def _find_roundoff(dtype: Dtype) -> float:
 
 
 def count_passes_to_measure(spec: ResolvedReplay, num_inputs: int) -> int:
-    size = spec.actor.num_accumulated
+    size = spec.actor.resolved_grad_accumulation
     return min(num_inputs, max(size, MAX_PASSES // size * size))
 
 

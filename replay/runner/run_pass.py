@@ -82,8 +82,8 @@ class PassInputs:
     builds_graph         the forward builds an autograd graph
     runs_backward        the pass differentiates the loss
     loss_weight          the factor on the loss in the backward
-    window_factor        a further factor: the usual number of passes in a window, divided by the number in this one.
-                         The backend divides by the usual number, whatever the window has
+    window_factor        a further factor: `grad_accumulation` divided by the number of passes that a data rank has in
+                         this window. The backend divides by `grad_accumulation`, even in a window of fewer passes
     window_end           whether an accumulation window ends with this pass, and whether it is whole
     frozen               names of parameters that the job did not train in this window. The backward computes their
                          gradients too; they are dropped after the last backward of a whole window

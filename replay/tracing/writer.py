@@ -63,7 +63,7 @@ class TraceWriter:
     def begin_pass(self, inputs: ActorInputs, window_factor: float = 1.0) -> None:
         self._inputs = inputs
         self._log_probs, self._parameter_gradients = {}, {}
-        self._loss_factor = self._backend.loss_scale() * window_factor / self._spec.num_accumulated
+        self._loss_factor = self._backend.loss_scale() * window_factor / self._spec.resolved_grad_accumulation
         self._layers.begin(inputs, self._loss_factor)
 
     def end_forward(self, log_probs_BA: Tensor) -> None:

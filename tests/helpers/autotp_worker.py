@@ -50,7 +50,7 @@ def compare(world: World, folder: str, arguments: list[str]) -> dict[str, Any]:
     backend = DeepSpeedBackend.open(actor, find_source(spec), world)
     reference = reference_of(Path(folder))
     paths = select(spec.inputs, world.data_rank, world.num_data_ranks).inputs
-    assert len(paths) == spec.actor.num_accumulated
+    assert len(paths) == spec.actor.resolved_grad_accumulation
     window = sorted({path for share in world.gather(list(paths)) for path in share})
     num_tokens = {path: reference.answer(path).num_tokens for path in window}
     losses = []

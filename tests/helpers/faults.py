@@ -309,7 +309,7 @@ def accumulation_not_divided(world: World) -> Iterator[None]:
     backward = FSDP2Backend.backward
 
     def whole(self: FSDP2Backend, loss: Tensor) -> None:
-        backward(self, loss * self.spec.num_accumulated)
+        backward(self, loss * self.spec.resolved_grad_accumulation)
 
     with patch.object(FSDP2Backend, "backward", whole):
         yield

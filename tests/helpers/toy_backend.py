@@ -78,7 +78,7 @@ class ToyBackend:
         """Each window ends where `end_window` is called."""
 
     def backward(self, loss: Tensor) -> None:
-        torch.autograd.backward(loss / self.spec.num_accumulated / dist.get_world_size())
+        torch.autograd.backward(loss / self.spec.resolved_grad_accumulation / dist.get_world_size())
 
     def end_window(self, *, step: bool, settings: StepSettings | None = None) -> float:
         for parameter in self.model.parameters():

@@ -125,7 +125,7 @@ def _build_config_from_options(spec: ActorSettings) -> dict[str, Any]:
     has_masters = spec.has_optimizer
     return {
         "train_micro_batch_size_per_gpu": 1,
-        "gradient_accumulation_steps": spec.num_accumulated,
+        "gradient_accumulation_steps": spec.resolved_grad_accumulation,
         "gradient_clipping": spec.max_norm or 0.0,
         "steps_per_print": None,
         "zero_optimization": {

@@ -127,7 +127,7 @@ class UntimedActor:
         steps: bool = False,
         reader: PassObserver | None = None,
     ) -> list[float]:
-        assert self.spec.num_accumulated == len(batches)
+        assert self.spec.resolved_grad_accumulation == len(batches)
         losses = []
         for number, (batch, share) in enumerate(zip(batches, shares or [1.0] * len(batches), strict=True), 1):
             is_last = number == len(batches)

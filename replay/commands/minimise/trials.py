@@ -70,9 +70,9 @@ class ParityCell:
             candidate_spec.actor.parallel.tp * candidate_spec.actor.parallel.ring
         )
         num_reference_ranks = self.num_processes // (spec.actor.parallel.tp * spec.actor.parallel.ring)
-        num_accumulated = num_data_ranks * candidate_spec.actor.num_accumulated // num_reference_ranks
-        if num_accumulated != reference.spec.actor.num_accumulated:
-            reference = reference.with_option("--grad-accumulation", num_accumulated)
+        grad_accumulation = num_data_ranks * candidate_spec.actor.resolved_grad_accumulation // num_reference_ranks
+        if grad_accumulation != reference.spec.actor.resolved_grad_accumulation:
+            reference = reference.with_option("--grad-accumulation", grad_accumulation)
         return reference.spec
 
     def compare_runs(self, reference: ProcessResult, cell: ProcessResult) -> ReplayFailure | None:

@@ -247,7 +247,7 @@ class FirstDifferences:
 
     def _compare_cell(self, cell: Cell, index: int, sound: Sequence[str]) -> FirstDifference | None:
         """Find the first difference; `index` is that of the farthest pass."""
-        num_inputs = cell.num_data_ranks * cell.spec.actor.num_accumulated
+        num_inputs = cell.num_data_ranks * cell.spec.actor.resolved_grad_accumulation
         first = index // num_inputs * num_inputs
         other_cells = [self._rows[name].cell for name in sound if name != cell.name]
         equivalents = [other for other in other_cells if other.baseline == cell.baseline]

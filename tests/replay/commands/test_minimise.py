@@ -64,7 +64,7 @@ def test_a_parity_cell_and_its_reference_get_smaller_together() -> None:
     smaller = replace(whole.with_option("--num-layers", 1).with_option("--model", "b.json"), num_processes=2)
     spec = cell.build_reference(smaller)
     assert (spec.actor.num_layers, spec.actor.model, spec.actor.dtype) == (1, "b.json", "fp32")
-    assert spec.actor.num_accumulated == 1
+    assert spec.actor.resolved_grad_accumulation == 1
 
 
 def test_a_parity_cell_fails_where_it_is_beyond_the_noise(tmp_path: Path) -> None:

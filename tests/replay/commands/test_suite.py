@@ -93,7 +93,7 @@ def test_every_configuration_takes_the_same_steps_whatever_its_number_of_data_ra
         )
         ranks = [select(run.inputs, rank, training.num_data_ranks).inputs for rank in range(training.num_data_ranks)]
         rounds = list(zip(*ranks, strict=True))
-        size = run.actor.num_accumulated
+        size = run.actor.resolved_grad_accumulation
         windows = [rounds[i : i + size] for i in range(0, len(rounds), size)]
         steps[training.name] = [sorted(path for members in window for path in members) for window in windows]
     assert len(steps["ddp"]) == 5

@@ -42,7 +42,7 @@ class CountingBackend:
 @pytest.mark.parametrize("is_run", [False, True])
 def test_the_windows_behind_a_lost_pass_are_as_without_it(lost: int, is_run: bool) -> None:
     """Where a pass failed as it ran, a new backend follows; else one where only a new one is rid of a gradient."""
-    window, backend = AccumulationWindow(usual_size=SIZE), CountingBackend()
+    window, backend = AccumulationWindow(grad_accumulation=SIZE), CountingBackend()
     ends: dict[int, tuple[int, list[int], bool]] = {}
     for index in range(3 * SIZE):
         begins_anew = is_run
@@ -71,7 +71,7 @@ def test_the_windows_behind_a_lost_pass_are_as_without_it(lost: int, is_run: boo
 
 @pytest.mark.parametrize("is_counted", [False, True])
 def test_a_pass_that_failed_after_it_ran_is_counted_once_and_has_its_window_too(is_counted: bool) -> None:
-    window = AccumulationWindow(usual_size=SIZE)
+    window = AccumulationWindow(grad_accumulation=SIZE)
     window.enter_pass(3, {}, {}, CountingBackend())  # type: ignore[arg-type]
     if is_counted:
         window.count_pass(runs_backward=True)

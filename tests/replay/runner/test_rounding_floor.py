@@ -76,7 +76,7 @@ def test_padding_that_predicts_keeps_the_kernel() -> None:
 
 @pytest.mark.parametrize(("window", "inputs", "measured"), [(1, 40, 4), (2, 40, 4), (3, 40, 3), (8, 40, 8), (1, 2, 2)])
 def test_at_most_four_passes_are_measured_or_one_window(window: int, inputs: int, measured: int) -> None:
-    spec = cast(Any, SimpleNamespace(actor=SimpleNamespace(num_accumulated=window)))
+    spec = cast(Any, SimpleNamespace(actor=SimpleNamespace(resolved_grad_accumulation=window)))
     assert count_passes_to_measure(spec, inputs) == measured
 
 
@@ -88,7 +88,7 @@ def make_pass(index: int, loss: float) -> PassEvidence:
 def test_behind_the_measured_passes_a_floor_grows_as_the_number_of_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("replay.runner.rounding_floor.have_same_masks", lambda *_: True)
     repeater = SimpleNamespace(
-        spec=SimpleNamespace(actor=SimpleNamespace(num_accumulated=1)),
+        spec=SimpleNamespace(actor=SimpleNamespace(resolved_grad_accumulation=1)),
         selection=SimpleNamespace(inputs=range(10)),
         dropout=(),
         make_rounding_variant=lambda passes: SimpleNamespace(actor=ActorSpec()),
