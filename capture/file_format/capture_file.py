@@ -104,14 +104,15 @@ def write_call(
     Raises CaptureError for a call that `read_call` would refuse, TypeError for a call fact that is not plain data, and
     OSError; then there is no file.
     """
-    call = Call(tensors=tensors, call_facts=call_facts, left_out=left_out or {}, trains=trains, origin=origin)
+    call = CapturedCall(tensors=tensors, call_facts=call_facts, left_out=left_out or {}, trains=trains, origin=origin)
     return call.write(folder)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Call:
-    """One forward's arguments, by the names that the model gave them. `format` is None for an older dump.
+class CapturedCall:
+    """One call of the job's model, as a capture holds it: its arguments by name, and what was recorded beside them.
 
+    format       None for an older dump
     outputs      what the forward gave: `loss` (the forward's), `noted_loss` (the loop's), `grad_norm`,
                  `token_log_probs` at `choose_sampled_tokens`; longer outputs as `<name>_row_sums` and
                  `<name>_crc32`, and `log_probs` and `output` also as `<name>_values`, flat, of `<name>_shape`;
@@ -409,13 +410,13 @@ def read_micro_batch(path: str | Path) -> MicroBatch:
     return content if isinstance(content, MicroBatch) else content.micro_batch()
 
 
-def read_call(path: str | Path) -> Call:
+def read_call(path: str | Path) -> CapturedCall:
     """Read a file as the call that it was; it may have embeddings in the place of token ids.
 
     Raises what `read_micro_batch` does, also for a call with neither.
     """
     content = _read(path)
-    if isinstance(content, Call):
+    if isinstance(content, CapturedCall):
         check_call(content.tensors, content.call_facts, trains=content.trains, origin=content.origin)
         return content
     arguments = {
@@ -425,7 +426,7 @@ def read_call(path: str | Path) -> Call:
         "labels": content.labels_BS,
     }
     tensors = {name: tensor for name, tensor in arguments.items() if tensor is not None}
-    return Call(
+    return CapturedCall(
         format=None,
         tensors=tensors | dict(content.extra_tensors),
         call_facts=content.call_facts,
@@ -435,7 +436,7 @@ def read_call(path: str | Path) -> Call:
     )
 
 
-def _read(path: str | Path) -> Call | MicroBatch:
+def _read(path: str | Path) -> CapturedCall | MicroBatch:
     """Read a call of format 1, or the micro-batch of a dump."""
     source = Path(path).name
     data = read_capture_bytes(Path(path))
@@ -446,7 +447,7 @@ def _read(path: str | Path) -> Call | MicroBatch:
     body = _read_body(head, data, end, source)
     # The file's bytes go before the tensors are decoded, so that both are not in memory at once.
     del data
-    return Call(
+    return CapturedCall(
         tensors=decode_tensors(body["tensors"], source),
         call_facts=body["call_facts"],
         left_out=body["left_out"],

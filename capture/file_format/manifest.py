@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from capture.file_format.atomic_write import write_atomically
-from capture.file_format.capture_file import FORMAT, Call, read_call
+from capture.file_format.capture_file import FORMAT, CapturedCall, read_call
 from capture.file_format.folder_layout import SEGMENT_SUFFIX, list_capture_folders
 from capture.file_format.listing import list_segment_files, list_single_pass_files
 from capture.file_format.micro_batch import EMBEDDINGS_REASON, CaptureError, has_only_embeddings
@@ -97,7 +97,7 @@ class FolderCheck:
         return not self.damaged and not self.missing
 
 
-def describe_file(path: Path, call: Call) -> ManifestEntry:
+def describe_file(path: Path, call: CapturedCall) -> ManifestEntry:
     """Describe the file at `path`, which holds `call`. Raises OSError."""
     data = path.read_bytes()
     return ManifestEntry(

@@ -279,7 +279,7 @@ class _RequiredParts(TypedDict):
 
 
 class CaptureBody(_RequiredParts, total=False):
-    """What a capture holds, besides its head; `Call` says what each part is."""
+    """What a capture holds, besides its head; `CapturedCall` says what each part is."""
 
     outputs: dict[str, Output]
     random: RandomStates

@@ -17,7 +17,7 @@ from capture.file_format.actor_config import (
     read_parameter_names,
     write_actor_config,
 )
-from capture.file_format.capture_file import Call, read_call, read_capture_bytes, utc_now
+from capture.file_format.capture_file import CapturedCall, read_call, read_capture_bytes, utc_now
 from capture.file_format.folder_layout import choose_rank_folder, is_in_segment
 from capture.file_format.micro_batch import CaptureError
 from capture.file_format.model_facts import copy_model_facts
@@ -62,8 +62,8 @@ class FolderWriter:
         self.num_bytes = sum(path.stat().st_size for path in self._folder.rglob("actor_inputs*.pkl"))
         self.num_bytes += sum(path.stat().st_size for path in self._folder.rglob("*.seg"))
 
-    def write(self, call: Call) -> Path:
-        """Write a call and return its path. Raises what `Call.encode` does."""
+    def write(self, call: CapturedCall) -> Path:
+        """Write a call and return its path. Raises what `CapturedCall.encode` does."""
         encoded = call.encode()
         in_segments = self._keep.segment is not None
         rank_folder = choose_rank_folder(
@@ -169,14 +169,14 @@ def convert_folder(
     )
 
 
-def _with_step_and_time(call: Call, number: int, now: str, source: str) -> Call:
+def _with_step_and_time(call: CapturedCall, number: int, now: str, source: str) -> CapturedCall:
     """Return the call with `number` as its step and the time `now`, where the dump does not say them."""
     step = number if call.origin.step is None else call.origin.step
     time = now if call.format and call.origin.time is None else _to_iso_time(call.origin.time, source)
     return replace(call, origin=replace(call.origin, step=step, time=time))
 
 
-def _check_equal(call: Call, read_back: Call, copy: Path) -> None:
+def _check_equal(call: CapturedCall, read_back: CapturedCall, copy: Path) -> None:
     # Bytes are compared and not values: NaN is not equal to itself.
     for name, tensor in call.tensors.items():
         if _read_bytes(read_back.tensors[name]) != _read_bytes(tensor):

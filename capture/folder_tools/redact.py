@@ -18,7 +18,7 @@ from capture.file_format.actor_config import (
     read_parameter_names,
     write_actor_config,
 )
-from capture.file_format.capture_file import Call, read_call
+from capture.file_format.capture_file import CapturedCall, read_call
 from capture.file_format.listing import list_captures, list_segment_files
 from capture.file_format.micro_batch import (
     IGNORED_LABEL,
@@ -101,7 +101,9 @@ def redact_folder(source: Path, target: Path, tokens: TokenRedaction) -> Redacti
     return Redaction(num_written=num_written, refused=refused, blanked=blanked)
 
 
-def _redact_call(call: Call, tokens: TokenRedaction, config: Mapping[str, Any] | None, blanked: set[str]) -> Call:
+def _redact_call(
+    call: CapturedCall, tokens: TokenRedaction, config: Mapping[str, Any] | None, blanked: set[str]
+) -> CapturedCall:
     """Return the call without its text, and add the names of the arguments that became 0 to `blanked`."""
     batch = call.micro_batch()
     ids_name = "sequences" if "sequences" in call.tensors else "input_ids"

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from capture.facts import Setting
-from capture.file_format.capture_file import Call, read_call
+from capture.file_format.capture_file import CapturedCall, read_call
 from capture.file_format.folder_layout import SEGMENT_SUFFIX, is_in_segment
 from capture.file_format.micro_batch import CaptureError
 from capture.file_format.segment import Segment
@@ -60,7 +60,7 @@ def _list_passes(path: Path) -> list[Path]:
     return [segment.path_at(index) for index in range(segment.num_passes)]
 
 
-def read_dump(path: Path, source: str, importer: Importer | None, num_rows: int | None) -> Iterator[Call]:
+def read_dump(path: Path, source: str, importer: Importer | None, num_rows: int | None) -> Iterator[CapturedCall]:
     """Read the micro-batches of one file, in its order. None has a step; those of OpenRLHF and format 1 have a time.
 
     source    name of the file in messages

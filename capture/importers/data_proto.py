@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from capture.file_format.capture_file import Call
+from capture.file_format.capture_file import CapturedCall
 from capture.file_format.micro_batch import CaptureError
 from capture.file_format.tensor_codec import DTYPES
 from capture.importers.declaration import DumpFile, Importer, match_module
@@ -35,7 +35,7 @@ _CONSOLIDATED = ("tensordict._reductions", "_rebuild_tensordict_files_consolidat
 _PARTS = "a part of input_ids"
 
 
-def read_verl(dump: DumpFile, num_rows: int | None) -> Iterator[Call]:
+def read_verl(dump: DumpFile, num_rows: int | None) -> Iterator[CapturedCall]:
     """Read verl's file. The step in its name is taken if the dump does not say one. Raises CaptureError."""
     tensors, left_out, meta = _read_columns(dump, VERL_CLASS)
     responses, mask = tensors.get("responses"), tensors.pop("response_mask", None)
@@ -45,7 +45,7 @@ def read_verl(dump: DumpFile, num_rows: int | None) -> Iterator[Call]:
     yield from _make_calls("verl", tensors, mask, left_out, meta, dump, num_rows)
 
 
-def read_roll(dump: DumpFile, num_rows: int | None) -> Iterator[Call]:
+def read_roll(dump: DumpFile, num_rows: int | None) -> Iterator[CapturedCall]:
     """Read ROLL's file in the same way."""
     tensors, left_out, meta = _read_columns(dump, ROLL_CLASS)
     mask = tensors.pop("response_mask", None)
@@ -62,7 +62,7 @@ def _make_calls(
     meta: Mapping[Any, Any],
     dump: DumpFile,
     num_rows: int | None,
-) -> Iterator[Call]:
+) -> Iterator[CapturedCall]:
     if "input_ids" not in tensors:
         raise CaptureError(f"{dump.source}: no input_ids in this DataProto; it has {str(sorted(tensors))[:200]}")
     for name in ("prompts", "responses"):

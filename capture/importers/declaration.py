@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from capture.file_format.atomic_write import read_bytes
-from capture.file_format.capture_file import Call
+from capture.file_format.capture_file import CapturedCall
 
 MAX_DUMP_BYTES = 2 * 2**30
 
@@ -46,7 +46,7 @@ class Importer:
     project: str
     suffixes: tuple[str, ...]
     is_its: Callable[[bytes], bool]
-    read: Callable[[DumpFile, int | None], Iterator[Call]]
+    read: Callable[[DumpFile, int | None], Iterator[CapturedCall]]
 
 
 def match_module(module: str) -> Callable[[bytes], bool]:

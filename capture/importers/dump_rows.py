@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from capture.facts import Setting
-from capture.file_format.capture_file import Call
+from capture.file_format.capture_file import CapturedCall
 from capture.file_format.micro_batch import CaptureError, Origin
 from capture.file_format.tensor_codec import DTYPES, MAX_TENSOR_BYTES
 
@@ -38,7 +38,7 @@ class DumpRows:
     left_out: Mapping[str, str] = field(default_factory=dict)
     rank: int | None = None
 
-    def make_calls(self, num_rows: int | None) -> Iterator[Call]:
+    def make_calls(self, num_rows: int | None) -> Iterator[CapturedCall]:
         """Make micro-batches of `num_rows` consecutive rows, of which the last may have fewer; None: one of all rows.
 
         Raises CaptureError where a dump's tensors do not fit together, or do not fit into one micro-batch.
@@ -57,7 +57,7 @@ class DumpRows:
             tensors = {name: column[rows] for name, column in columns.items()}
             if sum(tensor.numel() * tensor.itemsize for tensor in tensors.values()) > MAX_TENSOR_BYTES:
                 raise _size_error(self.source, len(tensors["sequences"]), "")
-            yield Call(
+            yield CapturedCall(
                 tensors=tensors,
                 call_facts={**self.facts, "first_row": start},
                 left_out={**self.left_out, **without_rows},

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from capture.file_format.capture_file import Call
+from capture.file_format.capture_file import CapturedCall
 from capture.file_format.micro_batch import CaptureError, as_mask
 from capture.importers.declaration import DumpFile, Importer
 from capture.importers.dump_rows import DumpRows, cut_first_token
@@ -31,7 +31,7 @@ MAX_VALUES = 100
 _INTEGERS = ("token_ids", "token_loss_mask", "input_lengths")
 
 
-def read_nemo_rl(dump: DumpFile, num_rows: int | None) -> Iterator[Call]:
+def read_nemo_rl(dump: DumpFile, num_rows: int | None) -> Iterator[CapturedCall]:
     """Read a file. Raises CaptureError."""
     source, step = dump.source, dump.step
     columns, left_out = _read_columns(dump.read(), source)

@@ -2,13 +2,13 @@
 
 from collections.abc import Iterator
 
-from capture.file_format.capture_file import Call, read_call
+from capture.file_format.capture_file import CapturedCall, read_call
 from capture.importers.declaration import DumpFile, Importer
 
 PICKLE_START = b"\x80"
 
 
-def read_openrlhf(dump: DumpFile, num_rows: int | None) -> Iterator[Call]:
+def read_openrlhf(dump: DumpFile, num_rows: int | None) -> Iterator[CapturedCall]:
     """Read a file, whose rows stay together. Raises CaptureError."""
     yield read_call(dump.path)
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
-from capture.file_format.capture_file import Call
+from capture.file_format.capture_file import CapturedCall
 from capture.file_format.micro_batch import CaptureError
 from capture.importers.declaration import DumpFile, Importer, match_module
 from capture.importers.dump_rows import DumpRows, select_plain_facts
@@ -28,7 +28,7 @@ _NUMPY_CODES = {"bool": "b1", "uint8": "u1"} | {
 }
 
 
-def read_skyrl(dump: DumpFile, num_rows: int | None) -> Iterator[Call]:
+def read_skyrl(dump: DumpFile, num_rows: int | None) -> Iterator[CapturedCall]:
     """Read a file. The step in its name is taken if the dump does not say one. Raises CaptureError."""
     data, source, step = dump.read(), dump.source, dump.step
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from capture.file_format.capture_file import Call
+from capture.file_format.capture_file import CapturedCall
 from capture.file_format.micro_batch import CaptureError
 from capture.importers.declaration import DumpFile, Importer
 from capture.importers.dump_rows import DumpRows, check_size, describe_kind, pad_left
@@ -50,7 +50,7 @@ class _RankData:
     left_out: Mapping[str, str]
 
 
-def read_slime(dump: DumpFile, num_rows: int | None) -> Iterator[Call]:
+def read_slime(dump: DumpFile, num_rows: int | None) -> Iterator[CapturedCall]:
     """Read a file. A micro-batch is `num_rows` samples of a rank, or what the dump says. Its step is its rollout_id.
 
     Raises CaptureError.
@@ -167,7 +167,7 @@ def _parse_rank(rank: Any, source: str) -> int | None:
     return rank
 
 
-def _make_call(samples: Sequence[Sample], facts: Mapping[str, Any], rank_data: _RankData, source: str) -> Call:
+def _make_call(samples: Sequence[Sample], facts: Mapping[str, Any], rank_data: _RankData, source: str) -> CapturedCall:
     num_tokens = max(_count_values(sample.get("tokens")) or 0 for sample in samples)
     names = dict.fromkeys(str(name) for sample in samples for name in sample)
     check_size(len(samples), [num_tokens] * (2 + len(names)), source)

@@ -210,7 +210,7 @@ def _read_numpy_state(numpy_random: Any) -> Mapping[str, Any] | None:
 def restore_random_states(states: RandomStates) -> None:
     """Set the generators of this process to the states before a captured pass; NumPy's if it is loaded.
 
-    `states` are those of `Call.random`. Raises ValueError if they are damaged or missing.
+    `states` are those of `CapturedCall.random`. Raises ValueError if they are damaged or missing.
     """
     try:
         python = states["python"]

@@ -9,7 +9,7 @@ from typing import Any, Self
 from torch import Tensor
 
 from actor_init.spec import UsageError
-from capture.file_format.capture_file import Call, read_call
+from capture.file_format.capture_file import CapturedCall, read_call
 from capture.file_format.folder_recordings import list_recordings
 from capture.file_format.tensor_codec import Output
 from replay.options.spec import Passes, check_folder
@@ -44,7 +44,7 @@ class Capture:
         return f"Capture({str(self.path)!r}, rank {self.rank}, step {self.step}: {shapes})"
 
     @classmethod
-    def from_call(cls, path: Path, call: Call) -> Self:
+    def from_call(cls, path: Path, call: CapturedCall) -> Self:
         """Return the capture at `path`, which holds `call`."""
         origin = call.origin
         return cls(

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from actor_init.inputs.documents import KeptLogits, find_documents
 from capture.facts import FactError
-from capture.file_format.capture_file import Call
+from capture.file_format.capture_file import CapturedCall
 from capture.file_format.micro_batch import MicroBatch
 from replay.options.needed_tensors import explain_missing
 
@@ -46,7 +46,7 @@ class RecordedForObjective:
     source: str
 
     @classmethod
-    def collect(cls, call: Call, batch: MicroBatch) -> "RecordedForObjective":
+    def collect(cls, call: CapturedCall, batch: MicroBatch) -> "RecordedForObjective":
         """Collect it from a capture; `batch` is as the replay feeds it."""
         facts = call.call_facts.items()
         numbers = {

@@ -15,7 +15,7 @@ from torch import Tensor
 from actor_init.custom.user_file import UserFunction
 from actor_init.inputs.packing import ActorInputs
 from capture.facts import Setting
-from capture.file_format.capture_file import Call
+from capture.file_format.capture_file import CapturedCall
 from capture.file_format.micro_batch import (
     LOSS_MISFIT,
     CaptureError,
@@ -186,7 +186,7 @@ def measure_log_prob_weights(loss: Tensor, log_probs_BA: Tensor) -> LogProbWeigh
     return LogProbWeights(total=numbers[0], size=numbers[1], least=numbers[2], most=numbers[3])
 
 
-def describe_loss(objective: Objective | None, spec: ReplayParts, first: Call | None, *, is_noted: bool) -> str:
+def describe_loss(objective: Objective | None, spec: ReplayParts, first: CapturedCall | None, *, is_noted: bool) -> str:
     """Describe the loss for the header, and say when it was not asked for.
 
     first     a capture that says of what it is
@@ -198,7 +198,7 @@ def describe_loss(objective: Objective | None, spec: ReplayParts, first: Call | 
     return f"{loss}{', by default' if loss == LossName.STAND_IN else ''}: {_describe_mean(loss, first)}"
 
 
-def _describe_mean(loss: str, first: Call | None) -> str:
+def _describe_mean(loss: str, first: CapturedCall | None) -> str:
     """Say what the stand-in or sft is the mean over, as `prepare_inputs` chooses the tokens."""
     try:
         batch = None if first is None else select_loss_tokens(loss, first.micro_batch())
@@ -242,7 +242,7 @@ def name_loss(loss: str, batch: MicroBatch) -> str:
 MAX_MISFIT, MAX_COARSE_MISFIT = 1e-4, 1e-2
 
 
-def is_of_log_probs(call: Call, dtypes: Sequence[str]) -> bool:
+def is_of_log_probs(call: CapturedCall, dtypes: Sequence[str]) -> bool:
     """Tell whether the job's loss depends on its logits through the log-probs of its targets alone.
 
     Not where fp16 was in use: the loss may have been scaled, by a number that is not recorded with the pass.
@@ -255,7 +255,7 @@ def is_of_log_probs(call: Call, dtypes: Sequence[str]) -> bool:
     return float(misfit) <= (MAX_COARSE_MISFIT if is_coarse(dtypes) else MAX_MISFIT)
 
 
-def name_noted_objective(call: Call, batch: MicroBatch, dtypes: Sequence[str]) -> str | None:
+def name_noted_objective(call: CapturedCall, batch: MicroBatch, dtypes: Sequence[str]) -> str | None:
     """Name the objective whose loss the job noted of a pass, with what it is computed from; else RECORDED, where the
     gradient of the logits tells all of the loss; else None.
     """

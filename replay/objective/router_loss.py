@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from actor_init.routes import RouterState
-from capture.file_format.capture_file import Call
+from capture.file_format.capture_file import CapturedCall
 
 LOSS_FUNCTION = "load_balancing_loss_func"
 COEFFICIENT = "aux_loss_coef"
@@ -105,12 +105,12 @@ class RouterLossTerm:
         return value * (self.loss.coefficient * self.scale)
 
 
-def asks_for_router_loss(call: Call, config: PretrainedConfig) -> bool:
+def asks_for_router_loss(call: CapturedCall, config: PretrainedConfig) -> bool:
     """Tell whether the job asked its model to add its routers' loss: by the call, or else by the config."""
     return computes_router_loss(call, config) and "labels" in call.tensors
 
 
-def computes_router_loss(call: Call, config: PretrainedConfig) -> bool:
+def computes_router_loss(call: CapturedCall, config: PretrainedConfig) -> bool:
     """Tell whether the job's model returned its routers' loss, added to its own or for the loop to add."""
     setting = call.call_facts.get("output_router_logits")
     if setting is None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from capture.file_format.capture_file import Call, read_call
+from capture.file_format.capture_file import CapturedCall, read_call
 from capture.file_format.end_record import EndRecord, read_end_records
 from capture.file_format.listing import CaptureLocation, list_captures
 from capture.file_format.micro_batch import ID_NAMES
@@ -154,7 +154,7 @@ def _read_pass(
     return rank, call.origin.world_size or 0, _describe_call(call, number)
 
 
-def _describe_call(call: Call, number: int) -> PlannedPass:
+def _describe_call(call: CapturedCall, number: int) -> PlannedPass:
     ids_BS = next((call.tensors[name] for name in ID_NAMES if name in call.tensors), None)
     has_rows = ids_BS is not None and ids_BS.ndim == 2
     weights = call.weights

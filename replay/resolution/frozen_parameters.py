@@ -8,7 +8,7 @@ from actor_init.declarations.backends import find_backend_declaration
 from actor_init.model import ModelSource
 from actor_init.spec import ActorSpec
 from capture.file_format.actor_config import read_frozen_names
-from capture.file_format.capture_file import Call
+from capture.file_format.capture_file import CapturedCall
 from capture.file_format.micro_batch import CaptureError
 from capture.file_format.model_facts import ModelFacts, read_model_facts, select_part
 from capture.file_format.name_patterns import PatternTable
@@ -39,7 +39,7 @@ def find_frozen_in_job(
     spec: ReplayParts,
     source: ModelSource,
     checker: WeightChecker,
-    first_call: Call | None,
+    first_call: CapturedCall | None,
     rounds: Sequence[InputRound],
 ) -> FrozenParameters:
     """Find the parameters that the job did not train.

@@ -20,7 +20,7 @@ from actor_init.probe.head_probe import explain_whole_head
 from actor_init.spec import ActorSpec, Compile, CompileLengths, Head, UsageError
 from actor_init.world import World, compute_on_rank0
 from capture.facts import Setting
-from capture.file_format.capture_file import Call
+from capture.file_format.capture_file import CapturedCall
 from replay.options.option_parsing import spell_setting
 from replay.options.resolved import HEAD, ChosenBy, ResolvedChoice
 from replay.options.spec import MeasureSpec, ReplayParts, is_objective
@@ -40,7 +40,7 @@ def choose_head(
     actor: ActorSpec,
     source: ModelSource,
     selection: Selection,
-    first_call: Call | None,
+    first_call: CapturedCall | None,
     world: World,
     *,
     why_whole_logits: str,
@@ -113,7 +113,7 @@ def _choose_whole(actor: ActorSpec, needs_whole: str, why_whole_logits: str) -> 
     return ResolvedChoice(setting=HEAD, value=Head.WHOLE, by=by, why=needs_whole)
 
 
-def _choose_from_job(first_call: Call | None) -> ResolvedChoice | None:
+def _choose_from_job(first_call: CapturedCall | None) -> ResolvedChoice | None:
     """Return the form that the job's first pass shows; None if it shows none."""
     outputs = first_call.outputs if first_call is not None else {}
     # Log-probs of single tokens are recorded of logits alone.
@@ -129,16 +129,16 @@ def _choose_from_job(first_call: Call | None) -> ResolvedChoice | None:
     return ResolvedChoice(setting=HEAD, value=Head.CHUNKS, by=ChosenBy.JOB, why=why)
 
 
-def _read_loss_function(first_call: Call | None) -> str:
+def _read_loss_function(first_call: CapturedCall | None) -> str:
     return str(first_call.outputs.get("loss_function", "")) if first_call is not None else ""
 
 
-def _had_compiled_loss(first_call: Call | None) -> bool:
+def _had_compiled_loss(first_call: CapturedCall | None) -> bool:
     return _read_loss_function(first_call).startswith("CompiledFunction")
 
 
 def _choose_loss_compiler(
-    actor: ActorSpec, by: ChosenBy, first_call: Call | None, device: torch.device
+    actor: ActorSpec, by: ChosenBy, first_call: CapturedCall | None, device: torch.device
 ) -> tuple[CompileLengths | None, str]:
     """Return the lengths that a loss of whole logits is compiled for, None if it is not, and why the job's is not here.
 

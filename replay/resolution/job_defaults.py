@@ -20,7 +20,7 @@ from actor_init.spec import ActorSpec, Attention, Dtype, Kernels, Routing, Usage
 from actor_init.world import World, try_on_all_ranks
 from capture.facts import Setting
 from capture.file_format.actor_config import read_actor_config, read_adapter_configs
-from capture.file_format.capture_file import Call
+from capture.file_format.capture_file import CapturedCall
 from capture.file_format.folder_layout import find_recording_folder
 from capture.file_format.micro_batch import CaptureError
 from replay.options.option_parsing import format_error_with_flags
@@ -36,7 +36,7 @@ PADDING_PREDICTS_LABEL = "padding on the left predicts labels of the job's loss"
 
 
 def choose_from_job(
-    spec: ReplayParts, first_call: Call | None, selection: Selection, device_type: str
+    spec: ReplayParts, first_call: CapturedCall | None, selection: Selection, device_type: str
 ) -> list[ResolvedChoice]:
     """Choose dtype, packing, fused modules, accumulation and routing: as typed, else as `first_call`, one of the job's.
 
@@ -69,7 +69,7 @@ class ChosenAttention:
 
 
 def choose_job_kernel(
-    spec: ActorSpec, first_call: Call | None, device: torch.device, config: PretrainedConfig
+    spec: ActorSpec, first_call: CapturedCall | None, device: torch.device, config: PretrainedConfig
 ) -> ChosenAttention:
     """Return what was typed, else the kernel that the job had, if it can be had here; else auto, with the reason."""
     if spec.attention != Attention.AUTO or spec.is_custom or spec.parallel.ring > 1:
@@ -97,7 +97,7 @@ def choose_job_kernel(
     return ChosenAttention(word=kernel.word, why=f"as the job's {job_word}" if on_cuda else "")
 
 
-def _choose_dtype(actor: ActorSpec, first_call: Call | None, device_type: str) -> ResolvedChoice:
+def _choose_dtype(actor: ActorSpec, first_call: CapturedCall | None, device_type: str) -> ResolvedChoice:
     def choose(value: Dtype, by: ChosenBy, why: str = "") -> ResolvedChoice:
         return ResolvedChoice(setting="actor.dtype", value=value, by=by, why=why)
 
@@ -120,7 +120,7 @@ def explain_missing_fp16(actor: ActorSpec, device_type: str) -> str | None:
     return None if why is None else f"the job computed in float16, and {format_error_with_flags(why)}"
 
 
-def _choose_packing(spec: ReplayParts, first_call: Call | None, selection: Selection) -> ResolvedChoice:
+def _choose_packing(spec: ReplayParts, first_call: CapturedCall | None, selection: Selection) -> ResolvedChoice:
     """Choose whether rows are packed, as long as the probe has nothing against it."""
 
     def choose(value: bool, by: ChosenBy, why: str = "") -> ResolvedChoice:
@@ -142,7 +142,7 @@ def _choose_packing(spec: ReplayParts, first_call: Call | None, selection: Selec
     return choose(True, ChosenBy.MODEL)
 
 
-def _choose_fused_kernels(actor: ActorSpec, first_call: Call | None, device_type: str) -> ResolvedChoice:
+def _choose_fused_kernels(actor: ActorSpec, first_call: CapturedCall | None, device_type: str) -> ResolvedChoice:
     if actor.kernels is not Kernels.AUTO:
         return ResolvedChoice(setting=KERNELS, value=actor.kernels, by=ChosenBy.TYPED)
     if first_call is not None and first_call.environment.get("kernels") == "liger":
@@ -154,7 +154,7 @@ def _choose_fused_kernels(actor: ActorSpec, first_call: Call | None, device_type
     return ResolvedChoice(setting=KERNELS, value=Kernels.MODEL, by=ChosenBy.DEFAULT)
 
 
-def _choose_routing(actor: ActorSpec, first_call: Call | None) -> ResolvedChoice:
+def _choose_routing(actor: ActorSpec, first_call: CapturedCall | None) -> ResolvedChoice:
     """Choose the job's experts where the captures hold them. Raises UsageError if they were typed and are not there."""
 
     def choose(value: Routing, by: ChosenBy, why: str = "") -> ResolvedChoice:
@@ -183,12 +183,12 @@ def _choose_accumulation(actor: ActorSpec, selection: Selection) -> ResolvedChoi
     return ResolvedChoice(setting="actor.grad_accumulation", value=selection.grad_accumulation, by=by, why=why)
 
 
-def _is_padded(first_call: Call | None) -> bool:
+def _is_padded(first_call: CapturedCall | None) -> bool:
     """Is each row of the capture one document? Positions or borders would tell of several documents in a row."""
     return first_call is not None and not {"position_ids", *BORDER_NAMES} & first_call.tensors.keys()
 
 
-def _draws_masks(first_call: Call | None) -> bool:
+def _draws_masks(first_call: CapturedCall | None) -> bool:
     """Is the first pass known to have drawn random numbers while it trained?"""
     draws = None if first_call is None or not first_call.trains else RandomDraws.from_call(first_call)
     return draws is not None and draws.has_any

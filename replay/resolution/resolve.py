@@ -20,7 +20,7 @@ from actor_init.probe.layout_choice import choose_layout
 from actor_init.spec import ActorSpec, Attention, Dtype, Kernels, TpPlan
 from actor_init.world import World, compute_on_rank0
 from capture.facts import Setting
-from capture.file_format.capture_file import Call
+from capture.file_format.capture_file import CapturedCall
 from capture.file_format.micro_batch import LOSS_MISFIT, CaptureError
 from replay.objective.objective import Objective, name_loss
 from replay.options.declarations import list_objectives_with
@@ -63,7 +63,7 @@ WHY_KERNEL_OF_PROBE = "packed documents stay apart with it, and not with the ker
 def resolve(
     spec: ReplaySpec,
     selection: Selection,
-    first_call: Call | None,
+    first_call: CapturedCall | None,
     world: World,
     loss: ResolvedChoice,
     objective: Objective | None,
@@ -187,7 +187,7 @@ def resolve(
     )
 
 
-def choose_loss(spec: ReplayParts, selection: Selection, first_call: Call | None) -> ResolvedChoice:
+def choose_loss(spec: ReplayParts, selection: Selection, first_call: CapturedCall | None) -> ResolvedChoice:
     """Choose the loss.
 
     It is what was typed; else the objective whose tensors the job noted in every training pass, or which the gradient

@@ -13,7 +13,7 @@ from actor_init.inputs.packing import count_action_tokens, count_predicted_by_pa
 from actor_init.spec import UsageError
 from capture.black_box.incidents import Incident, read_incidents
 from capture.facts import Setting
-from capture.file_format.capture_file import Call, read_call
+from capture.file_format.capture_file import CapturedCall, read_call
 from capture.file_format.end_record import count_not_recorded
 from capture.file_format.folder_recordings import FolderRecording, list_recordings
 from capture.file_format.listing import CaptureLocation, list_captures
@@ -215,7 +215,7 @@ class CaptureReader:
         )
 
 
-def _describe_job_pass(call: Call, batch: MicroBatch, num_tokens: int) -> JobPass:
+def _describe_job_pass(call: CapturedCall, batch: MicroBatch, num_tokens: int) -> JobPass:
     divisor = read_divisor(call)
     return JobPass(
         rank=call.origin.rank or 0,
@@ -495,7 +495,7 @@ def _explain_empty_selection(
     return f"{text}. Try: {Setting('passes', other)}"
 
 
-def read_first_call(selection: Selection) -> Call | None:
+def read_first_call(selection: Selection) -> CapturedCall | None:
     """Read the first input of this rank; None if it cannot be read."""
     try:
         return read_call(selection.inputs[0]) if selection.inputs else None

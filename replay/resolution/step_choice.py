@@ -11,7 +11,7 @@ from actor_init.spec import ActorSpec, OptimizerName
 from actor_init.world import World
 from capture.facts import Setting
 from capture.file_format.actor_config import read_parameter_names
-from capture.file_format.capture_file import Call
+from capture.file_format.capture_file import CapturedCall
 from capture.file_format.optimizer_step import ParameterSamples
 from replay.options.option_parsing import format_error_with_flags
 from replay.options.resolved import STEP, ChosenBy, ResolvedChoice
@@ -65,7 +65,7 @@ def choose_steps(
     source: ModelSource,
     checker: WeightChecker,
     selection: Selection,
-    first_call: Call | None,
+    first_call: CapturedCall | None,
     world: World,
 ) -> StepChoice:
     """Choose whether and how the optimizer steps, on all ranks together. All ranks must call this.
@@ -88,7 +88,7 @@ def _choose_on_rank(
     source: ModelSource,
     checker: WeightChecker,
     selection: Selection,
-    first_call: Call | None,
+    first_call: CapturedCall | None,
     world: World,
     has_other_weights: bool,
 ) -> StepChoice:

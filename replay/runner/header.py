@@ -10,7 +10,7 @@ from actor_init.spec import ActorSpec, Compile, CompileLengths, PadTo
 from actor_init.world import World
 from capture.facts import Setting
 from capture.file_format.actor_config import read_adapter_configs
-from capture.file_format.capture_file import Call, read_call
+from capture.file_format.capture_file import CapturedCall, read_call
 from capture.file_format.micro_batch import CaptureError
 from replay.objective.objective import Objective, describe_loss
 from replay.options.option_parsing import spell_setting
@@ -73,7 +73,7 @@ class Header:
     devices: Sequence[str]
     num_inputs: Sequence[int]
     objective: Objective | None
-    first_call: Call | None
+    first_call: CapturedCall | None
     earlier: EarlierPasses
     weight_checker: WeightChecker
     dropout: Sequence[str]
@@ -245,7 +245,7 @@ def describe_missing_weights(actor: ActorSpec) -> dict[str, str]:
     return {"weights": f"random: {function} builds a model without values. Try: {option}, with the job's"}
 
 
-def _describe_mode(first_call: Call, missing_parts: Sequence[str]) -> dict[str, str]:
+def _describe_mode(first_call: CapturedCall, missing_parts: Sequence[str]) -> dict[str, str]:
     """Say which mode the job's model was in, where that was not the training mode of a pass that trains."""
     training = first_call.training
     if training is None or not first_call.trains:

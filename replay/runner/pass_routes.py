@@ -12,7 +12,7 @@ from actor_init.inputs.packing import ActorInputs, count_action_tokens
 from actor_init.optimizer import TORCH_DTYPES
 from actor_init.routes import PassRoutes, RouterFlips, match_routers, place_routes
 from actor_init.spec import Routing
-from capture.file_format.capture_file import Call
+from capture.file_format.capture_file import CapturedCall
 from capture.file_format.micro_batch import MicroBatch
 from capture.record.routers import find_routers
 from replay.objective.router_loss import (
@@ -68,12 +68,12 @@ class PassRouting:
             has_reversed_rows=spec.inputs.reverse_rows,
         )
 
-    def find_router_loss(self, call: Call) -> RouterLoss | None:
+    def find_router_loss(self, call: CapturedCall) -> RouterLoss | None:
         """Return the routers' loss that the job's model added to its own in this pass; None where it added none."""
         return self.router_loss if asks_for_router_loss(call, self.config) else None
 
     def prepare(
-        self, call: Call, batch: MicroBatch, actor_inputs: ActorInputs
+        self, call: CapturedCall, batch: MicroBatch, actor_inputs: ActorInputs
     ) -> tuple[PassRoutes | None, RouterLossTerm | None]:
         """Return what the routers do, and the term of the loss that their logits give; None where there is none.
 
@@ -107,7 +107,7 @@ class PassRouting:
             ),
         )
 
-    def describe_job_loss(self, call: Call, factor: Tensor | None) -> JobRouterLoss | None:
+    def describe_job_loss(self, call: CapturedCall, factor: Tensor | None) -> JobRouterLoss | None:
         """Describe the routers' loss that the job's loop may have added to its own; None where it had none to add."""
         if not self._is_left_to_job(call) or self.router_loss is None:
             return None
@@ -117,11 +117,11 @@ class PassRouting:
             is_noted=isinstance(call.outputs.get("noted_loss"), float),
         )
 
-    def _is_left_to_job(self, call: Call) -> bool:
+    def _is_left_to_job(self, call: CapturedCall) -> bool:
         """Tell whether the job's loop computed its loss, and its model gave it a routers' loss to add."""
         return self.loss == RECORDED.name and call.trains and computes_router_loss(call, self.config)
 
-    def _read_noted_loss(self, call: Call, batch: MicroBatch) -> NotedLoss:
+    def _read_noted_loss(self, call: CapturedCall, batch: MicroBatch) -> NotedLoss:
         value = call.outputs.get("noted_loss")
         dtypes = [*(list_job_dtypes(call) or ["bfloat16"]), self.dtype]
         num_layers = self.config.get_text_config().num_hidden_layers
@@ -152,7 +152,7 @@ class PassRouting:
 
 
 def place_recorded_routes(
-    call: Call,
+    call: CapturedCall,
     shape: tuple[int, int],
     captured_index: Tensor,
     routers: Collection[str],

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from actor_init.spec import Compile, Dtype
 from capture.file_format.actor_config import read_actor_config
-from capture.file_format.capture_file import Call, read_call
+from capture.file_format.capture_file import CapturedCall, read_call
 from capture.file_format.micro_batch import MicroBatch
 from capture.file_format.tensor_codec import RandomStates
 from replay.objective.objective import select_loss_tokens
@@ -76,7 +76,7 @@ class PassTrials:
     repeater: RunRepeater
     settings: VerdictSettings
     own_pass: PassEvidence
-    call: Call
+    call: CapturedCall
     batch: MicroBatch
     rows: CapturedRows
     targets: TargetRows

@@ -15,7 +15,7 @@ from actor_init.model_positions import add_model_positions
 from actor_init.spec import ActorSpec
 from actor_init.weights import OnProgress, ignore_progress
 from actor_init.world import World
-from capture.file_format.capture_file import Call, read_call
+from capture.file_format.capture_file import CapturedCall, read_call
 from capture.file_format.micro_batch import MicroBatch, with_rows_reversed
 from replay.lint.lint import read_config_ids
 from replay.objective.inputs import ObjectiveInputs, RecordedForObjective
@@ -257,26 +257,26 @@ class Replayer:
         self._is_pass_counted = False
         self.tracker.begin_pass(index, path.name, place_in_window=self.window.num_passes)
         try:
-            captured_pass = read_call(path)
-            batch = replace(captured_pass.micro_batch(), padding_predicts_label=self._padding_predicts_label)
+            captured_call = read_call(path)
+            batch = replace(captured_call.micro_batch(), padding_predicts_label=self._padding_predicts_label)
             record = replace(record, input=_describe_input(batch))
-            weight_comparison = self.weight_checker.check(captured_pass.weights)
+            weight_comparison = self.weight_checker.check(captured_call.weights)
             recorded_pass = read_recorded_pass(
-                captured_pass,
+                captured_call,
                 batch,
                 self.spec.measure.loss,
                 weight_comparison,
                 self._config_ids.begin,
                 self._config_ids.ends,
             )
-            job_router_loss = self._routing.find_router_loss(captured_pass)
+            job_router_loss = self._routing.find_router_loss(captured_call)
             if job_router_loss is not None and job_router_loss.why_not_computable is not None:
                 recorded_pass = doubt_loss_and_grad_norm(recorded_pass, job_router_loss.why_not_computable)
             self.tracker.set_shapes(batch.num_rows, batch.num_padded_tokens, batch.num_real_tokens)
             batch = select_loss_tokens(self.spec.measure.loss, add_model_positions(batch, self.model_source.config))
-            record, replayed_pass = self._run_micro_batch(record, captured_pass, batch, extra_observers)
+            record, replayed_pass = self._run_micro_batch(record, captured_call, batch, extra_observers)
             recorded_pass, replayed_pass = self._draw_counter.add_counts(
-                recorded_pass, replayed_pass, captured_pass.random
+                recorded_pass, replayed_pass, captured_call.random
             )
             return PassEvidence(record, recorded_pass, replayed_pass), None
         except SystemExit as error:
@@ -308,7 +308,11 @@ class Replayer:
         return replace(record, window=self.window.first_index)
 
     def _run_micro_batch(
-        self, record: PassRecord, captured_pass: Call, batch: MicroBatch, extra_observers: Sequence[PassObserver]
+        self,
+        record: PassRecord,
+        captured_call: CapturedCall,
+        batch: MicroBatch,
+        extra_observers: Sequence[PassObserver],
     ) -> tuple[PassRecord, ReplayedPass]:
         """Run the pass of a micro-batch. Returns `record` with its results, and what the verdict needs besides.
 
@@ -319,25 +323,25 @@ class Replayer:
         """
         # Samples are neighbouring elements of a gradient; a signature is its norm and elements from all over it. The
         # checker translates the job's parameter names, which its wrappers change, into this model's.
-        gradients = captured_pass.step.gradients if captured_pass.step is not None else None
+        gradients = captured_call.step.gradients if captured_call.step is not None else None
         gradient_samples = self.weight_checker.match_to_parameters(gradients.samples if gradients is not None else ())
         gradient_signatures = self.weight_checker.match_to_parameters(
-            captured_pass.step.signatures if captured_pass.step is not None else ()
+            captured_call.step.signatures if captured_call.step is not None else ()
         )
         self.window.enter_pass(record.index, gradient_samples, gradient_signatures, self.reopenable_actor.backend)
-        inputs = self._prepare_inputs(record.index, captured_pass, batch)
+        inputs = self._prepare_inputs(record.index, captured_call, batch)
         inputs = self.step_follower.plan_step(inputs, record.index, self.reopenable_actor.backend)
         self._latest_inputs = inputs
         # Steps before this pass; the pass may take one more.
         num_steps = self.step_follower.num_steps
         weights_before_pass = self.step_follower.sample_weights(
-            self.reopenable_actor.backend, captured_pass.weights, self.weight_checker
+            self.reopenable_actor.backend, captured_call.weights, self.weight_checker
         )
 
         run_observers = self._choose_observers(record.index, inputs)
         generator_observer = GeneratorObserver(self.world.device)
         state_samples = self.weight_checker.match_to_parameters(
-            captured_pass.step.state if captured_pass.step is not None else ()
+            captured_call.step.state if captured_call.step is not None else ()
         )
         state_sampler = OptimizerStateSampler.choose(
             self.reopenable_actor.backend, self.model_source, self.world, inputs, state_samples
@@ -356,7 +360,7 @@ class Replayer:
         self.step_follower.note_pass(inputs, self.reopenable_actor.backend)
 
         log_prob_weigher, gradient_sampler = run_observers.log_prob_weigher, run_observers.gradient
-        token_log_probs, action_log_probs = self._collect_log_probs(outcome, inputs, captured_pass, batch)
+        token_log_probs, action_log_probs = self._collect_log_probs(outcome, inputs, captured_call, batch)
         replayed_pass = ReplayedPass(
             token_log_probs=token_log_probs,
             action_log_probs=action_log_probs,
@@ -369,7 +373,7 @@ class Replayer:
             and has_captured_places(inputs, batch, self.spec.actor.parallel),
             router_flips=outcome.router_flips,
             has_job_routes=self._routing.has_job_routes(outcome.router_flips),
-            job_router_loss=self._routing.describe_job_loss(captured_pass, outcome.router_loss_factor),
+            job_router_loss=self._routing.describe_job_loss(captured_call, outcome.router_loss_factor),
             weights_before_pass=weights_before_pass,
         )
         if self.details_folder is not None:
@@ -378,7 +382,7 @@ class Replayer:
                 record.index,
                 record.rank,
                 action_log_probs,
-                _locate_tokens(captured_pass, batch),
+                _locate_tokens(captured_call, batch),
             )
         # Each rank of a ring is fed an equal slice of the row.
         fed_tokens = inputs.actor_inputs.input_ids.numel() * self.spec.actor.parallel.ring
@@ -420,7 +424,7 @@ class Replayer:
             else None,
         )
 
-    def _prepare_inputs(self, index: int, captured_pass: Call, batch: MicroBatch) -> PassInputs:
+    def _prepare_inputs(self, index: int, captured_call: CapturedCall, batch: MicroBatch) -> PassInputs:
         """Return a micro-batch laid out on the device, with its loss and its place in the window, still without a step.
 
         Raises CaptureError or UsageError where the model or its kernel cannot take the micro-batch, and ObjectiveError
@@ -431,11 +435,11 @@ class Replayer:
         window_end = WindowEnd.NONE
         if self.window.ends_with_next_pass(runs_backward=runs_backward):
             window_end = WindowEnd.INCOMPLETE if self.window.is_incomplete else WindowEnd.WHOLE
-        objective_data = self._read_recorded_for_objective(captured_pass, batch)
+        objective_data = self._read_recorded_for_objective(captured_call, batch)
         fed_batch = with_rows_reversed(batch) if has_reversed_rows else batch
         actor_inputs = prepare_actor_inputs(fed_batch, self.spec.actor, self.model_source, self.world)
         actor_inputs = replace(
-            actor_inputs, modules_in_other_mode=list_modules_in_other_mode(captured_pass) if batch.trains else ()
+            actor_inputs, modules_in_other_mode=list_modules_in_other_mode(captured_call) if batch.trains else ()
         )
         if objective_data is None:
             # The loss is sft's, or the negated mean log-prob, which stands in for an unknown loss. Both are a mean of
@@ -446,7 +450,7 @@ class Replayer:
         else:
             actor_inputs = replace(actor_inputs, kept_logits=self._kept_logits)
             compute_loss = self._make_objective_loss(actor_inputs, objective_data)
-        routes, router_loss_term = self._routing.prepare(captured_pass, batch, actor_inputs)
+        routes, router_loss_term = self._routing.prepare(captured_call, batch, actor_inputs)
         return PassInputs(
             actor_inputs=actor_inputs,
             compute_loss=compute_loss,
@@ -456,22 +460,24 @@ class Replayer:
             loss_weight=self._choose_loss_weight(index, objective_data),
             window_factor=self.window.grad_accumulation / self.window.size,
             window_end=window_end,
-            frozen=self.model_source.find_frozen_at(captured_pass.origin.forward_number),
-            random_states=captured_pass.random,
+            frozen=self.model_source.find_frozen_at(captured_call.origin.forward_number),
+            random_states=captured_call.random,
             captured_row_length=batch.sequences_BS.shape[1],
             has_reversed_rows=has_reversed_rows,
             routes=routes,
             router_loss_term=router_loss_term,
         )
 
-    def _read_recorded_for_objective(self, captured_pass: Call, batch: MicroBatch) -> RecordedForObjective | None:
+    def _read_recorded_for_objective(
+        self, captured_call: CapturedCall, batch: MicroBatch
+    ) -> RecordedForObjective | None:
         """Return what the job's objective is computed from; None without an objective.
 
         Raises ObjectiveError if the capture lacks what the objective needs.
         """
         if self._objective is None:
             return None
-        objective_data = RecordedForObjective.collect(captured_pass, batch)
+        objective_data = RecordedForObjective.collect(captured_call, batch)
         self._objective.check(objective_data)
         return objective_data
 
@@ -527,7 +533,7 @@ class Replayer:
         return self.non_finite_search.find_first(self.reopenable_actor.backend, forward, has_stepped=False)
 
     def _collect_log_probs(
-        self, outcome: PassOutcome, inputs: PassInputs, captured_pass: Call, batch: MicroBatch
+        self, outcome: PassOutcome, inputs: PassInputs, captured_call: CapturedCall, batch: MicroBatch
     ) -> tuple[Sequence[float | None], Sequence[float | None]]:
         """Collect the log-probs of the positions that the job recorded, and, if needed, of all action tokens."""
         is_reversed = inputs.has_reversed_rows
@@ -535,11 +541,11 @@ class Replayer:
         # positions are left out.
         targets = find_targets_equal_to_input_tokens(with_rows_reversed(batch) if is_reversed else batch)
         action_mask_BA = inputs.actor_inputs.action_mask_BA
-        needs_all_action_tokens = self.details_folder is not None or _has_output_of_every_token(captured_pass)
+        needs_all_action_tokens = self.details_folder is not None or _has_output_of_every_token(captured_call)
         token_log_probs = sample_log_probs(
             outcome.log_probs_BA,
             action_mask_BA & targets.are_input_tokens_BA.to(self.world.device),
-            read_token_positions(captured_pass, *batch.sequences_BS.shape),
+            read_token_positions(captured_call, *batch.sequences_BS.shape),
             first=targets.first_column,
             is_reversed=is_reversed,
         )
@@ -548,21 +554,21 @@ class Replayer:
         return token_log_probs, list_action_log_probs(outcome.log_probs_BA, action_mask_BA, is_reversed=is_reversed)
 
 
-def _locate_tokens(captured_pass: Call, batch: MicroBatch) -> token_log_prob_file.TokenPlaces:
+def _locate_tokens(captured_call: CapturedCall, batch: MicroBatch) -> token_log_prob_file.TokenPlaces:
     """Return where the log-probs of a pass stand in its rows, and what the job recorded of the same tokens."""
     are_input_tokens_BA, first_column = find_targets_equal_to_input_tokens(batch)
     are_input_tokens = are_input_tokens_BA.tolist()
     recorded = {
         (row, column): value
-        for (row, column), value in read_recorded_log_probs(captured_pass, batch).items()
+        for (row, column), value in read_recorded_log_probs(captured_call, batch).items()
         if column >= first_column and are_input_tokens[row][column - first_column]
     }
     return token_log_prob_file.TokenPlaces(num_rows=batch.num_rows, first_column=first_column, recorded=recorded)
 
 
-def _has_output_of_every_token(captured_pass: Call) -> bool:
+def _has_output_of_every_token(captured_call: CapturedCall) -> bool:
     """Did the job record the values of an output that has a number for each token, such as log-probs?"""
-    return any(name.endswith("_values") for name in captured_pass.outputs)
+    return any(name.endswith("_values") for name in captured_call.outputs)
 
 
 def _describe_input(batch: MicroBatch) -> InputSection:

@@ -10,7 +10,7 @@ from actor_init.model import ModelSource, count_parameters
 from actor_init.spec import UsageError
 from actor_init.world import World, compute_on_rank0, try_on_all_ranks
 from capture.facts import Setting
-from capture.file_format.capture_file import Call
+from capture.file_format.capture_file import CapturedCall
 from capture.file_format.micro_batch import CaptureError
 from replay.objective.inputs import ObjectiveError, RecordedForObjective
 from replay.objective.objective import Objective, padding_may_predict_label
@@ -72,7 +72,7 @@ class _PreparedReplay:
     resolved: ResolvedReplay
     selection: Selection
     meter: Meter
-    first_call: Call | None
+    first_call: CapturedCall | None
     objective: Objective | None
 
     @classmethod
@@ -228,11 +228,11 @@ def _open_actor(
     return actor
 
 
-def _has_labels(call: Call | None) -> bool:
+def _has_labels(call: CapturedCall | None) -> bool:
     return call is not None and not call.tensors.keys().isdisjoint(("labels", "shift_labels"))
 
 
-def _open_objective(spec: ReplaySpec, first_call: Call | None) -> Objective | None:
+def _open_objective(spec: ReplaySpec, first_call: CapturedCall | None) -> Objective | None:
     """Open the objective, if the run has one. Raises UsageError if the first capture lacks what it needs."""
     objective = Objective.open(spec)
     if objective is None or first_call is None:

@@ -12,7 +12,7 @@ from actor_init.as_json import to_json
 from actor_init.model import ModelSource, strip_config
 from actor_init.training_mode import list_missing_parts
 from actor_init.world import World
-from capture.file_format.capture_file import Call
+from capture.file_format.capture_file import CapturedCall
 from replay.objective.objective import Objective
 from replay.options.resolved import ResolvedReplay
 from replay.options.spec import VerdictRule
@@ -108,7 +108,7 @@ class Session:
     objective: Objective | None
     original_source: ModelSource
 
-    def begin_log(self, actor: ReopenableActor, first_call: Call | None) -> None:
+    def begin_log(self, actor: ReopenableActor, first_call: CapturedCall | None) -> None:
         """Begin run.json and print the header, on rank 0."""
         world, source = self.world, self.source
         devices = world.gather("CPU" if world.device.type == "cpu" else torch.cuda.get_device_name(world.device))

@@ -13,7 +13,7 @@ from transformers import PretrainedConfig
 from actor_init.attention.exact_mask import MaskTable
 from actor_init.inputs.documents import find_documents
 from actor_init.inputs.packing import ActorInputs, prepare_inputs
-from capture.file_format.capture_file import Call
+from capture.file_format.capture_file import CapturedCall
 from capture.file_format.micro_batch import MicroBatch
 from replay.verdict.causes.cause import CauseName
 
@@ -38,7 +38,7 @@ class CapturedRows:
     prepared: ActorInputs
 
     @classmethod
-    def from_call(cls, call: Call, batch: MicroBatch) -> "CapturedRows":
+    def from_call(cls, call: CapturedCall, batch: MicroBatch) -> "CapturedRows":
         """Lay out `batch`, with the loss's action mask. Raises CaptureError as `prepare_inputs` does."""
         documents = find_documents(batch)
         prepared = prepare_inputs(batch, packing=documents.has_shared_rows)

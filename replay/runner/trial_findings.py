@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from actor_init.inputs.packing import ActorInputs, find_targets_equal_to_input_tokens
-from capture.file_format.capture_file import Call
+from capture.file_format.capture_file import CapturedCall
 from capture.file_format.micro_batch import MicroBatch
 from replay.tolerances.job_bounds import LOG_PROBS, LOSS, TOKENS, measure_difference
 from replay.verdict.findings import Finding, VerdictSettings, compare_pass, list_dtypes
@@ -27,7 +27,7 @@ class TrialEvaluator:
 
     own_pass: PassEvidence
     settings: VerdictSettings
-    call: Call
+    call: CapturedCall
     batch: MicroBatch
     prepared: ActorInputs
     has_objective: bool

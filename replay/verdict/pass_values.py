@@ -17,7 +17,7 @@ from torch import Tensor
 from actor_init.as_json import AnyFloat
 from actor_init.inputs.packing import count_action_tokens, count_predicted_by_padding
 from actor_init.routes import RouterFlips
-from capture.file_format.capture_file import Call
+from capture.file_format.capture_file import CapturedCall
 from capture.file_format.micro_batch import IGNORED_LABEL, SHIFT_LABELS, MicroBatch
 from capture.file_format.optimizer_step import OptimizerStep, Sample, choose_sampled_tokens
 from capture.file_format.tensor_codec import TrainingMode
@@ -150,7 +150,7 @@ class RecordedPass:
 
 
 def read_recorded_pass(
-    call: Call,
+    call: CapturedCall,
     batch: MicroBatch,
     loss: str,
     weights: WeightComparison,
@@ -196,12 +196,12 @@ def read_recorded_pass(
     )
 
 
-def list_modules_in_other_mode(call: Call) -> tuple[str, ...]:
+def list_modules_in_other_mode(call: CapturedCall) -> tuple[str, ...]:
     """List the modules that the job had in another mode than the rest of a model that trains."""
     return () if call.training is None or not call.training["model"] else tuple(call.training["parts"])
 
 
-def _claim_losses(call: Call, batch: MicroBatch, loss: str) -> list[Claim]:
+def _claim_losses(call: CapturedCall, batch: MicroBatch, loss: str) -> list[Claim]:
     """Claim the model's own loss: in Hugging Face's causal LMs the mean over the labels after the first token.
 
     With `num_items_in_batch`, which transformers' Trainer passes, it is the sum divided by that. Where the replay
@@ -231,7 +231,7 @@ def _claim_losses(call: Call, batch: MicroBatch, loss: str) -> list[Claim]:
     return claims
 
 
-def _claim_losses_of_objective(call: Call, batch: MicroBatch, loss: str) -> list[Claim]:
+def _claim_losses_of_objective(call: CapturedCall, batch: MicroBatch, loss: str) -> list[Claim]:
     # The gradient tells the weights of the log-probs, and not the value of the loss.
     if loss == RECORDED.name:
         return []
@@ -292,7 +292,7 @@ def _doubt_label_shift(batch: MicroBatch) -> str | None:
     )
 
 
-def _doubt_objective_of_model(call: Call, batch: MicroBatch, loss: str) -> str | None:
+def _doubt_objective_of_model(call: CapturedCall, batch: MicroBatch, loss: str) -> str | None:
     """Say why the model's own loss may be of another objective than the replay's; None if it is of the same."""
     if batch.labels_BS is None and batch.shift_labels is None:
         return "the model was given no labels, so its loss is of an objective that the replay does not compute"
@@ -305,13 +305,13 @@ def _doubt_objective_of_model(call: Call, batch: MicroBatch, loss: str) -> str |
     return None
 
 
-def scale_to_mean(call: Call, batch: MicroBatch) -> float:
+def scale_to_mean(call: CapturedCall, batch: MicroBatch) -> float:
     """Return what to multiply a model's own loss by to get the mean over its labels."""
     divisor, tokens = read_divisor(call), _count_labels(batch)
     return 1.0 if divisor is None or not tokens else divisor / tokens
 
 
-def read_divisor(call: Call) -> float | None:
+def read_divisor(call: CapturedCall) -> float | None:
     """Read what the job told the model to divide the sum of a pass's losses by; None where it told nothing."""
     if (divisor := call.tensors.get("num_items_in_batch")) is not None:
         return float(divisor.item())
@@ -319,7 +319,7 @@ def read_divisor(call: Call) -> float | None:
     return float(fact) if isinstance(fact, int | float) else None
 
 
-def read_token_positions(call: Call, num_rows: int, num_tokens: int) -> list[tuple[int, int]]:
+def read_token_positions(call: CapturedCall, num_rows: int, num_tokens: int) -> list[tuple[int, int]]:
     """Return the row and the column of each token whose log-prob the job recorded.
 
     The shape of the micro-batch decides which tokens are sampled. A capture that was cut out of a larger one
@@ -332,7 +332,7 @@ def read_token_positions(call: Call, num_rows: int, num_tokens: int) -> list[tup
     return [(row, column) for row, column in positions if 0 <= row < num_rows and 0 < column < num_tokens]
 
 
-def read_recorded_log_probs(call: Call, batch: MicroBatch) -> dict[tuple[int, int], float]:
+def read_recorded_log_probs(call: CapturedCall, batch: MicroBatch) -> dict[tuple[int, int], float]:
     """Read the log-probs of the rows' own tokens that the job recorded, by row and column of the token."""
     recorded: dict[tuple[int, int], float] = {}
     mask_BA = batch.action_mask_BA
@@ -349,12 +349,12 @@ def read_recorded_log_probs(call: Call, batch: MicroBatch) -> dict[tuple[int, in
     return recorded
 
 
-def _claim_token_log_probs(call: Call) -> list[Claim]:
+def _claim_token_log_probs(call: CapturedCall) -> list[Claim]:
     values = call.outputs.get("token_log_probs")
     return [Claim(name=TOKENS, values=values)] if isinstance(values, list) and values else []
 
 
-def _claim_log_probs(call: Call, batch: MicroBatch, loss: str) -> list[Claim]:
+def _claim_log_probs(call: CapturedCall, batch: MicroBatch, loss: str) -> list[Claim]:
     """Claim the sums of each row, and each value where the job recorded all of them under the action mask."""
     claims: list[Claim] = []
     for key in ("log_probs_row_sums", "output_row_sums"):
@@ -375,7 +375,7 @@ def _claim_log_probs(call: Call, batch: MicroBatch, loss: str) -> list[Claim]:
     return claims
 
 
-def _claim_grad_norm(call: Call) -> list[Claim]:
+def _claim_grad_norm(call: CapturedCall) -> list[Claim]:
     value = call.outputs.get("grad_norm")
     if not isinstance(value, float):
         return []
@@ -387,7 +387,7 @@ def _claim_grad_norm(call: Call) -> list[Claim]:
     return [Claim(name=GRAD_NORM, values=[value], doubt=doubt)]
 
 
-def list_job_dtypes(call: Call) -> list[str]:
+def list_job_dtypes(call: CapturedCall) -> list[str]:
     """List the dtypes that the job computed in: weights, logits, autocast, accelerate, and TF32."""
     environment = call.environment
     dtypes = {sample.dtype for sample in call.weights.samples} if call.weights is not None else set()

@@ -7,7 +7,7 @@ random numbers; whether these made the same masks depends on what they were draw
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from capture.file_format.capture_file import Call
+from capture.file_format.capture_file import CapturedCall
 from capture.record.generator_marks import CPU, CPU_KIND, CUDA, GeneratorMarks, mark_recorded_states
 
 
@@ -35,7 +35,7 @@ class RandomDraws:
         )
 
     @classmethod
-    def from_call(cls, call: Call) -> "RandomDraws | None":
+    def from_call(cls, call: CapturedCall) -> "RandomDraws | None":
         """Return the job's; None where it did not record the states after the forward too."""
         if not call.random_after or not call.random:
             return None

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from actor_init.inputs.documents import BORDER_NAMES, Documents, find_documents, gives_positions
-from capture.file_format.capture_file import ACTION_MASK, Call
+from capture.file_format.capture_file import ACTION_MASK, CapturedCall
 from capture.file_format.micro_batch import IGNORED_LABEL, LOSS_GRADIENTS, CaptureError, MicroBatch, move_to_tokens
 
 # So many of a row's first tokens are kept, to be compared with other rows'.
@@ -117,7 +117,7 @@ class TokenTraits:
 
 
 def read_token_traits(
-    call: Call, batch: MicroBatch, begin_id: int | None = None, end_ids: frozenset[int] = frozenset()
+    call: CapturedCall, batch: MicroBatch, begin_id: int | None = None, end_ids: frozenset[int] = frozenset()
 ) -> TokenTraits:
     """Read the traits of a pass; `batch` is as captured.
 
@@ -186,7 +186,7 @@ def read_token_traits(
     )
 
 
-def _find_not_finite(call: Call, real_BS: Tensor) -> Tensor:
+def _find_not_finite(call: CapturedCall, real_BS: Tensor) -> Tensor:
     """Return [B, S], True at the positions whose gradient of the loss is not finite."""
     gradient_BS = call.notes.get(LOSS_GRADIENTS)
     if not isinstance(gradient_BS, Tensor) or gradient_BS.shape != real_BS.shape:
@@ -194,7 +194,7 @@ def _find_not_finite(call: Call, real_BS: Tensor) -> Tensor:
     return ~gradient_BS.isfinite()
 
 
-def _count_outside_mask(call: Call, batch: MicroBatch) -> tuple[int, int]:
+def _count_outside_mask(call: CapturedCall, batch: MicroBatch) -> tuple[int, int]:
     """Count the positions that the job's own loss gave a gradient, and those of them outside of the job's mask of it.
 
     Some masks are of the tokens, others of the tokens that predict them: the one that leaves out fewer counts. An
@@ -300,7 +300,7 @@ def _find_label_offset(labels_BS: Tensor, ids_BS: Tensor, counts_BS: Tensor) -> 
     return fitting[0] if len(fitting) == 1 else None
 
 
-def _count_restarts(call: Call, batch: MicroBatch, documents: Documents | None) -> tuple[int, int, int]:
+def _count_restarts(call: CapturedCall, batch: MicroBatch, documents: Documents | None) -> tuple[int, int, int]:
     """Count the borders inside rows that the job named, those at which positions go on, and restarts elsewhere."""
     has_both = "position_ids" in call.tensors and any(name in call.tensors for name in BORDER_NAMES)
     if documents is None or not has_both:

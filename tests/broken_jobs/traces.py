@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from capture.file_format.capture_file import Call, read_call
+from capture.file_format.capture_file import CapturedCall, read_call
 from capture.file_format.listing import capture_files
 from capture.file_format.optimizer_step import ParameterSamples
 from tests.broken_jobs.declarations import Job
@@ -31,7 +31,7 @@ def traces_of(job: Job, run: Path, twin: Path) -> dict[str, float]:
     return found
 
 
-def _pairs(job: Job, run: Path, twin: Path) -> Iterator[tuple[Call, Call]]:
+def _pairs(job: Job, run: Path, twin: Path) -> Iterator[tuple[CapturedCall, CapturedCall]]:
     runs, twins = (capture_files(folder / "captures") for folder in (run, twin))
     if len(runs) != len(twins):
         raise ValueError(f"{job.name}: {len(runs)} passes were recorded, and {len(twins)} of the unbroken job")
@@ -43,7 +43,7 @@ def _pairs(job: Job, run: Path, twin: Path) -> Iterator[tuple[Call, Call]]:
             yield here, there
 
 
-def _differences(here: Call, there: Call) -> Iterator[tuple[str, float]]:
+def _differences(here: CapturedCall, there: CapturedCall) -> Iterator[tuple[str, float]]:
     for name, kept_as in (("loss", "loss"), ("log-probs", "token_log_probs"), ("norm", "grad_norm")):
         yield name, _apart(_numbers(here.outputs.get(kept_as)), _numbers(there.outputs.get(kept_as)))
     yield "weights", _of_samples(here.weights, there.weights)

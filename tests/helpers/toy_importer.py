@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import torch
 
-from capture.file_format.capture_file import Call
+from capture.file_format.capture_file import CapturedCall
 from capture.importers import IMPORTERS
 from capture.importers.declaration import DumpFile, Importer
 from capture.importers.dump_rows import DumpRows
@@ -16,7 +16,7 @@ from capture.importers.dump_rows import DumpRows
 START = b"toy rows\n"
 
 
-def read_toy(dump: DumpFile, num_rows: int | None) -> Iterator[Call]:
+def read_toy(dump: DumpFile, num_rows: int | None) -> Iterator[CapturedCall]:
     lines = dump.read().removeprefix(START).splitlines()
     sequences_BS = torch.tensor([[int(token) for token in line.split()] for line in lines])
     rows = DumpRows(source=dump.source, tensors={"sequences": sequences_BS}, facts={"training_step": dump.step})

@@ -21,7 +21,7 @@ from actor_init.spec import UsageError
 from capture.black_box.incidents import Incident, read_incidents
 from capture.black_box.salvage import salvage_for_reading
 from capture.file_format.actor_config import read_actor_config
-from capture.file_format.capture_file import Call, find_non_finite, read_call
+from capture.file_format.capture_file import CapturedCall, find_non_finite, read_call
 from capture.file_format.end_record import count_not_recorded
 from capture.file_format.folder_recordings import list_recordings
 from capture.file_format.listing import list_segment_files, list_single_pass_files
@@ -268,13 +268,13 @@ class FolderTotals:
         if self._longest is None or size > self._longest[0]:
             self._longest = size, name, counts
 
-    def _note_odd(self, name: str, counts: Counts, call: Call | None) -> None:
+    def _note_odd(self, name: str, counts: Counts, call: CapturedCall | None) -> None:
         reasons = _find_oddities(counts, call)
         self.num_odd += len(reasons)
         self.odd += [OddPass(source=name, reason=reason) for reason in reasons[: MAX_LISTED_ODD - len(self.odd)]]
 
 
-def _find_oddities(counts: Counts, call: Call | None) -> list[str]:
+def _find_oddities(counts: Counts, call: CapturedCall | None) -> list[str]:
     non_finite = {} if call is None else find_non_finite(call.outputs)
     reasons = [f"{name} was {value}" for name, value in non_finite.items()]
     if counts.empty_rows:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from actor_init.as_json import to_json
-from capture.file_format.capture_file import Call, read_call
+from capture.file_format.capture_file import CapturedCall, read_call
 from capture.file_format.folder_layout import ACTOR_CONFIG_NAME, find_recording_folder
 from capture.file_format.micro_batch import CaptureError
 from capture.file_format.model_facts import copy_model_facts
@@ -132,7 +132,7 @@ class CaptureShape:
     can_cut_columns: bool = True
 
     @classmethod
-    def read(cls, call: Call) -> Self:
+    def read(cls, call: CapturedCall) -> Self:
         """Return the shape of a capture. Raises CaptureError for one without token ids."""
         batch = call.micro_batch()
         num_rows, num_columns = batch.sequences_BS.shape
@@ -153,7 +153,7 @@ class CaptureShape:
         )
 
 
-def cut_call(call: Call, cut: Cut) -> Call:
+def cut_call(call: CapturedCall, cut: Cut) -> CapturedCall:
     """Return the part of a capture that `cut` names; the capture itself if that is all of it.
 
     Raises CaptureError for a cut that leaves no micro-batch.
@@ -217,7 +217,7 @@ class _Cutter:
         return kept_BA[:, first:end]
 
 
-def _cut_outputs(call: Call, cut: Cut, cutter: _Cutter) -> dict[str, Any]:
+def _cut_outputs(call: CapturedCall, cut: Cut, cutter: _Cutter) -> dict[str, Any]:
     outputs: dict[str, Any] = {
         name: value for name, value in call.outputs.items() if name in ("logits_dtype", "loss_dtype", "loss_function")
     }
@@ -244,7 +244,7 @@ def _cut_outputs(call: Call, cut: Cut, cutter: _Cutter) -> dict[str, Any]:
     return outputs
 
 
-def _cut_token_log_probs(call: Call, cut: Cut, cutter: _Cutter) -> dict[str, Any]:
+def _cut_token_log_probs(call: CapturedCall, cut: Cut, cutter: _Cutter) -> dict[str, Any]:
     """Return the values of what is left of the sampled tokens, and where those are now; empty if none is left."""
     values = call.outputs.get("token_log_probs")
     places = read_token_positions(call, cutter.num_rows, cutter.num_columns)
@@ -265,7 +265,7 @@ def _cut_token_log_probs(call: Call, cut: Cut, cutter: _Cutter) -> dict[str, Any
 
 
 @lru_cache(maxsize=KEPT_CALLS)
-def read_source(path: Path) -> Call:
+def read_source(path: Path) -> CapturedCall:
     """Read a capture, which is cut again and again."""
     return read_call(path)
 

@@ -20,7 +20,7 @@ from actor_init.attention.kernel_choice import BOUND, choose_kernel, measure_err
 from actor_init.attention.kernels import register
 from actor_init.compiling import compile_blocks
 from actor_init.spec import ActorSpec, Attention, ParallelSpec, UsageError
-from capture.file_format.capture_file import Call
+from capture.file_format.capture_file import CapturedCall
 from replay.options.option_parsing import format_error_with_flags
 from replay.options.spec import ReplaySpec
 from replay.resolution.job_defaults import choose_job_kernel
@@ -145,7 +145,7 @@ def test_a_replay_takes_it_where_the_job_did(
     job = SimpleNamespace(
         environment={"attention": "flex_attention"}, tensors={"attention_mask": mask_BS}, weights=None, outputs={}
     )
-    found = choose_job_kernel(ReplaySpec().actor.with_defaults(), cast(Call, job), where, config)
+    found = choose_job_kernel(ReplaySpec().actor.with_defaults(), cast(CapturedCall, job), where, config)
     assert found.word == word
     assert why in found.why
 

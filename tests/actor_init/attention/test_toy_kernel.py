@@ -15,7 +15,7 @@ from actor_init.attention import kernel_choice
 from actor_init.attention.kernel_choice import choose_default_kernel, choose_kernel
 from actor_init.declarations.attention import KERNELS
 from actor_init.spec import ActorSpec, ParallelSpec, UsageError
-from capture.file_format.capture_file import Call
+from capture.file_format.capture_file import CapturedCall
 from replay.command_line.cli import main
 from replay.commands.doctor.report import list_checked_kernels
 from replay.options.option_parsing import (
@@ -93,7 +93,7 @@ def test_specs_and_jobs_know_it_and_auto_does_not_take_it() -> None:
     assert choose_kernel(spec.actor, CPU, LLAMA) == "toy_softmax"
     assert choose_default_kernel(CPU) == "sdpa"
     job = SimpleNamespace(environment={"attention": "toy_of_a_job"}, tensors={}, weights=None, outputs={})
-    found = choose_job_kernel(ReplaySpec().actor.with_defaults(), cast(Call, job), CPU, GPT2Config())
+    found = choose_job_kernel(ReplaySpec().actor.with_defaults(), cast(CapturedCall, job), CPU, GPT2Config())
     assert found.word == "toy"
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from capture.file_format import folder_recordings
-from capture.file_format.capture_file import Call
+from capture.file_format.capture_file import CapturedCall
 from capture.file_format.folder_recordings import FolderRecording, list_recordings
 from capture.file_format.micro_batch import Origin
 from capture.folder_tools.convert import FolderWriter
@@ -15,9 +15,9 @@ from capture.folder_tools.convert import FolderWriter
 MONDAY = datetime(2026, 3, 2, 9, 0, tzinfo=UTC)
 
 
-def make_call(recording: str | None, *, rank: int = 0, minute: int = 0, number: int = 0) -> Call:
+def make_call(recording: str | None, *, rank: int = 0, minute: int = 0, number: int = 0) -> CapturedCall:
     time = (MONDAY + timedelta(minutes=minute)).isoformat(timespec="microseconds")
-    return Call(
+    return CapturedCall(
         tensors={"input_ids": torch.arange(4)[None], "attention_mask": torch.ones(1, 4, dtype=torch.int64)},
         call_facts={},
         left_out={},

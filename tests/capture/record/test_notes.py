@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import capture
 from capture import capture_files, recording
-from capture.file_format.capture_file import Call, read_call
+from capture.file_format.capture_file import CapturedCall, read_call
 from capture.file_format.micro_batch import explain_misfit
 from capture.folder_tools.redact import TokenRedaction, redact_folder
 from capture.record.recorder import take_held_notes
@@ -31,7 +31,7 @@ class Scorer(nn.Module):
         return total
 
 
-def read_calls(folder: Path) -> list[Call]:
+def read_calls(folder: Path) -> list[CapturedCall]:
     return [read_call(path) for path in capture_files(folder)]
 
 

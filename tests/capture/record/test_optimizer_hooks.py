@@ -21,7 +21,7 @@ from torch.nn.utils import clip_grad_norm_ as imported_before
 from torch.optim import optimizer as torch_optimizer
 
 from capture import capture_files, recording
-from capture.file_format.capture_file import Call, read_call
+from capture.file_format.capture_file import CapturedCall, read_call
 from capture.file_format.end_record import read_end_records
 from capture.file_format.gradient_signature import MAX_SIGNATURE_ELEMENTS, GradientSignature
 from capture.file_format.optimizer_step import OptimizerStep, Sample, choose_sampled_tokens, merge_steps, parse_numbers
@@ -71,7 +71,7 @@ def nothing_is_left_in_torch() -> Iterator[None]:
     assert not torch_optimizer._global_optimizer_pre_hooks
 
 
-def read_calls(folder: Path) -> list[Call]:
+def read_calls(folder: Path) -> list[CapturedCall]:
     return [read_call(path) for path in capture_files(folder)]
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from capture import capture_files, recording
-from capture.file_format.capture_file import Call, read_call
+from capture.file_format.capture_file import CapturedCall, read_call
 from capture.record.route_recorder import RouteRecorder
 from capture.record.routers import calls_topk, find_routers
 from tests.helpers.families import tiny_config, tiny_model
@@ -21,7 +21,7 @@ MASK_BS = torch.tensor([[1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 0, 0]])
 FAMILIES = ["mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3", "llama4_text", "dbrx", "granitemoe"]
 
 
-def record(model: PreTrainedModel, folder: Path, **settings: Any) -> list[Call]:
+def record(model: PreTrainedModel, folder: Path, **settings: Any) -> list[CapturedCall]:
     with recording(model, folder, reproduce=True, **settings) as recorder:
         output = model(input_ids=IDS_BS, attention_mask=MASK_BS, labels=IDS_BS)
         output.loss.backward()

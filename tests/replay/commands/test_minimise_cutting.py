@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from actor_init.inputs.packing import prepare_inputs
-from capture.file_format.capture_file import Call, read_call
+from capture.file_format.capture_file import CapturedCall, read_call
 from capture.file_format.micro_batch import CaptureError, Origin
 from capture.file_format.optimizer_step import OptimizerStep, choose_sampled_tokens
 from replay.commands.minimise.cutting import CaptureShape, Cut, cut_call
@@ -17,7 +17,7 @@ ROWS, COLUMNS, ACTIONS = 3, 10, 6
 WHOLE = Cut(source=0, rows=(0, 1, 2), first=0, end=COLUMNS)
 
 
-def call_of(**changes: object) -> Call:
+def call_of(**changes: object) -> CapturedCall:
     mask_BS = torch.ones(ROWS, COLUMNS, dtype=torch.bool)
     mask_BS[0, 8:], mask_BS[2, :2] = False, False
     action_BA = torch.ones(ROWS, ACTIONS, dtype=torch.bool)
@@ -40,10 +40,10 @@ def call_of(**changes: object) -> Call:
         "origin": Origin(source="a.pkl", rank=0, step=1),
         "outputs": {},
     }
-    return Call(**{**values, **changes})  # type: ignore[arg-type]
+    return CapturedCall(**{**values, **changes})  # type: ignore[arg-type]
 
 
-def targets(call: Call) -> set[int]:
+def targets(call: CapturedCall) -> set[int]:
     """The token ids that a replay computes log-probs of; here each id is in one place."""
     return set(prepare_inputs(call.micro_batch(), packing=False).target_ids_N.tolist())
 

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from capture.file_format.capture_file import Call
+from capture.file_format.capture_file import CapturedCall
 from capture.file_format.micro_batch import Origin
 from capture.file_format.optimizer_step import OptimizerStep, ParameterSamples, Sample
 from replay.lint.lint import lint
@@ -68,7 +68,7 @@ def make_pass(
         "optimizer_step": number,
         "trains": True,
     }
-    call = Call(
+    call = CapturedCall(
         tensors=make_rows([9, 12, 10], seed=100 * rank + number) if tensors is None else tensors,
         call_facts={},
         left_out={},

@@ -13,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from actor_init.attention import kernel_choice
 from actor_init.spec import ActorSpec, Attention, Kernels, ParallelSpec, Routing, UsageError
 from capture import recording
-from capture.file_format.capture_file import Call, read_call
+from capture.file_format.capture_file import CapturedCall, read_call
 from capture.file_format.listing import capture_files
 from capture.record.job_facts import find_kernels
 from replay.options.resolved import KERNELS, ROUTING, ChosenBy
@@ -34,7 +34,7 @@ CONFIG = LlamaConfig(**TINY)
 SELECTION = Selection(inputs=[], num_left_out_passes=0, num_left_over=0, damaged=[], dealing="")
 
 
-def job(*, packed: bool = False, **environment: str) -> Call:
+def job(*, packed: bool = False, **environment: str) -> CapturedCall:
     """A capture of a job with these settings; packed rows come with position ids."""
     tensors = {"input_ids": torch.ones(1, 4)} | ({"position_ids": torch.ones(1, 4)} if packed else {})
     known: dict[str, Any] = {
@@ -45,7 +45,7 @@ def job(*, packed: bool = False, **environment: str) -> Call:
         "random": {},
         "random_after": {},
     }
-    return cast(Call, SimpleNamespace(environment=environment, tensors=tensors, **known))
+    return cast(CapturedCall, SimpleNamespace(environment=environment, tensors=tensors, **known))
 
 
 @pytest.fixture(autouse=True)
@@ -55,7 +55,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> set[Attention]:
     return there
 
 
-def choose_kernel(first: Call | None, where: torch.device, **given: Any) -> ChosenAttention:
+def choose_kernel(first: CapturedCall | None, where: torch.device, **given: Any) -> ChosenAttention:
     spec = ReplaySpec(actor=ActorSpec(**given)).actor.with_defaults()
     return choose_job_kernel(spec, first, where, CONFIG)
 
@@ -83,7 +83,7 @@ def test_what_was_typed_stays() -> None:
     ],
 )
 def test_where_the_job_s_kernel_cannot_be_had_another_is_found_and_the_header_says_why(
-    first: Call | None, where: torch.device, why: str
+    first: CapturedCall | None, where: torch.device, why: str
 ) -> None:
     found = choose_kernel(first, where)
     assert found.word == Attention.AUTO
@@ -109,7 +109,7 @@ def test_a_ring_has_a_kernel_of_its_own() -> None:
     ],
 )
 def test_auto_is_fused_where_the_job_used_liger(
-    first: Call | None, typed: Kernels, expected: Kernels, monkeypatch: pytest.MonkeyPatch
+    first: CapturedCall | None, typed: Kernels, expected: Kernels, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("replay.resolution.job_defaults.find_liger_lack", lambda where: None)
     spec = ReplaySpec(actor=ActorSpec(kernels=typed))
@@ -162,13 +162,13 @@ def test_a_capture_says_whether_the_job_used_liger(tmp_path: Path, monkeypatch: 
     assert find_kernels(plain) == "liger"
 
 
-def choose_routing(first: Call | None, **given: Any) -> tuple[object, ChosenBy]:
+def choose_routing(first: CapturedCall | None, **given: Any) -> tuple[object, ChosenBy]:
     choices = choose_from_job(ReplaySpec(actor=ActorSpec(**given)), first, SELECTION, "cpu")
     [choice] = [choice for choice in choices if choice.setting == ROUTING]
     return choice.value, choice.by
 
 
-def with_routes() -> Call:
+def with_routes() -> CapturedCall:
     first = job()
     first.routes = {"gate": torch.zeros(4, 2)}  # type: ignore[misc]
     return first

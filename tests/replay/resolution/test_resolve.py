@@ -15,7 +15,7 @@ from actor_init.model_form import Layout
 from actor_init.probe.layout_choice import choose_layout
 from actor_init.spec import ActorSpec, Attention, Dtype, Kernels, OptimizerName, ParallelSpec, UsageError
 from actor_init.world import World
-from capture.file_format.capture_file import Call
+from capture.file_format.capture_file import CapturedCall
 from replay.command_line.cli import main
 from replay.options.option_parsing import spec_to_dict
 from replay.options.resolved import (
@@ -110,10 +110,10 @@ def test_what_to_type_for_the_same_run_leaves_to_the_machine_what_it_chose(world
     assert elsewhere.to_spec().actor.attention is Attention.AUTO
 
 
-def make_half_call(**environment: str) -> Call:
+def make_half_call(**environment: str) -> CapturedCall:
     outputs = {"logits": SimpleNamespace(dtype="float16")}
     known: dict[str, Any] = {"weights": None, "routes": {}, "trains": True, "random": {}, "random_after": {}}
-    return cast(Call, SimpleNamespace(environment=environment, tensors={}, outputs=outputs, **known))
+    return cast(CapturedCall, SimpleNamespace(environment=environment, tensors={}, outputs=outputs, **known))
 
 
 def test_the_machine_chooses_where_it_cannot_do_what_the_job_did(monkeypatch: pytest.MonkeyPatch) -> None:

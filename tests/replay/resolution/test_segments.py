@@ -11,7 +11,7 @@ import torch
 
 from capture import capture_files, recording
 from capture.cli import main
-from capture.file_format.capture_file import Call, read_call
+from capture.file_format.capture_file import CapturedCall, read_call
 from capture.folder_tools.convert import FolderWriter, make_empty_folder
 from replay.command_line.cli import main as replay_main
 from replay.commands.inspect.inspection import MAX_LISTED_ODD, Inspection, inspect_folder
@@ -64,7 +64,7 @@ def test_a_selection_is_the_same(
 def test_of_segments_only_the_selected_passes_are_opened(sample: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[Path] = []
 
-    def note_read(path: Path) -> Call:
+    def note_read(path: Path) -> CapturedCall:
         read.append(path)
         return read_call(path)
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from actor_init.spec import UsageError
-from capture.file_format.capture_file import Call, read_call
+from capture.file_format.capture_file import CapturedCall, read_call
 from replay.options.option_parsing import format_error_with_flags
 from replay.options.spec import InputOrder, InputsSpec, Passes
 from replay.resolution import selection
@@ -142,7 +142,7 @@ def test_only_as_many_files_are_read_as_are_replayed(tmp_path: Path, monkeypatch
     paths = write_passes(tmp_path, {0: "rttttt"})
     read: list[Path] = []
 
-    def note_read(path: Path) -> Call:
+    def note_read(path: Path) -> CapturedCall:
         read.append(path)
         return read_call(path)
 

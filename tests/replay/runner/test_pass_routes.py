@@ -10,7 +10,7 @@ from transformers import MixtralConfig
 from actor_init.inputs.packing import ActorInputs
 from actor_init.routes import RouterFlips
 from actor_init.spec import Routing
-from capture.file_format.capture_file import Call
+from capture.file_format.capture_file import CapturedCall
 from capture.file_format.micro_batch import MicroBatch, Origin
 from replay.objective.router_loss import RouterLoss
 from replay.runner.pass_routes import PassRouting, place_recorded_routes
@@ -33,7 +33,7 @@ IDS_BS = torch.arange(6).view(2, 3)
 
 
 def place(captured_index: Tensor, routes: dict[str, Tensor], *, has_reversed_rows: bool = False) -> dict[str, Tensor]:
-    call = cast(Call, SimpleNamespace(routes=routes))
+    call = cast(CapturedCall, SimpleNamespace(routes=routes))
     return place_recorded_routes(call, (2, 3), captured_index, ROUTERS, has_reversed_rows=has_reversed_rows)
 
 
@@ -44,8 +44,8 @@ def routing_of(
     return PassRouting(routers=routers, router_loss=loss, routing=routing, loss="sft", config=config)
 
 
-def call_of(**facts: object) -> Call:
-    return Call(
+def call_of(**facts: object) -> CapturedCall:
+    return CapturedCall(
         tensors={"input_ids": IDS_BS, "labels": IDS_BS},
         call_facts=facts,
         left_out={},
@@ -91,7 +91,7 @@ def test_a_dense_pass_has_no_routing() -> None:
     assert routing_of(routers=()).describe([], None).routing is None
 
 
-def prepare_term(routing: PassRouting, call: Call) -> float | None:
+def prepare_term(routing: PassRouting, call: CapturedCall) -> float | None:
     batch: MicroBatch = call.micro_batch()
     _, term = routing.prepare(call, batch, inputs_of(torch.tensor([[0, 1, 2, 3, 4, 5, -1]])))
     if term is None:

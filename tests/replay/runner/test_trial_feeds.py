@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig
 
-from capture.file_format.capture_file import Call
+from capture.file_format.capture_file import CapturedCall
 from capture.file_format.micro_batch import Origin
 from replay.runner.trial_feeds import CapturedRows, FeedTrial, feed_as_captured, list_mask_trials, list_position_trials
 
@@ -12,7 +12,7 @@ CONFIG = LlamaConfig(vocab_size=64, max_position_embeddings=9)
 
 
 def make_rows(**tensors: Tensor) -> CapturedRows:
-    call = Call(tensors=tensors, call_facts={}, left_out={}, trains=True, origin=Origin(source="a.pkl"))
+    call = CapturedCall(tensors=tensors, call_facts={}, left_out={}, trains=True, origin=Origin(source="a.pkl"))
     return CapturedRows.from_call(call, call.micro_batch())
 
 

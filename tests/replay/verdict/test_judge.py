@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from capture import capture_files, recording
-from capture.file_format.capture_file import Call, read_call
+from capture.file_format.capture_file import CapturedCall, read_call
 from replay.command_line.cli import main as replay_main
 from replay.runlog.reader import PastRun
 from replay.tolerances.job_bounds import (
@@ -93,7 +93,7 @@ def replay_captures(job: Path, logs: Path, *typed: str, captures: Path | None = 
     return code, json.loads(run.read_text())["verdict"], run.parent
 
 
-def change_capture(job: Path, folder: Path, change: Callable[[Call], Call], number: int = 1) -> Path:
+def change_capture(job: Path, folder: Path, change: Callable[[CapturedCall], CapturedCall], number: int = 1) -> Path:
     """The job's captures with one of them changed."""
     folder.mkdir()
     for index, path in enumerate(capture_files(job / "captures")):
@@ -172,7 +172,7 @@ def test_in_bf16_a_token_that_is_off_by_five_times_the_floor_is_found(tmp_path: 
     _, verdict, _ = replay_captures(job, tmp_path / "logs")
     floor = verdict["floors"][TOKENS]["value"]
 
-    def plant_fault(call: Call) -> Call:
+    def plant_fault(call: CapturedCall) -> CapturedCall:
         values = call.output_numbers("token_log_probs") or []
         values[-1] += 6 * floor * max(1.0, abs(values[-1]))  # 5, and what rounding may take away from it
         return replace(call, outputs={**call.outputs, "token_log_probs": values})
@@ -220,7 +220,7 @@ def test_other_weights_are_named_before_the_first_pass(
 def test_a_loss_that_is_not_the_jobs_differs(
     rule: str, expected: int, job: Path, tmp_path: Path, one_world: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def wrong(call: Call) -> Call:
+    def wrong(call: CapturedCall) -> CapturedCall:
         loss = call.outputs["loss"]
         assert isinstance(loss, float)
         return replace(call, outputs={**call.outputs, "loss": loss * 1.001})
