@@ -6,6 +6,7 @@ Only this process forks, it has one thread, and it has computed nothing: that is
 safe. It says `ready` when it can be asked, and ends after the process OWNER. See tests/warm/__init__.py.
 """
 
+import atexit
 import ctypes
 import gc
 import importlib
@@ -19,10 +20,11 @@ import shutil
 import signal
 import socket
 import sys
+import threading
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 from tests.warm import GRAPHS
 
@@ -59,6 +61,9 @@ def serve(address: str, owner: int, more_imports: Sequence[str]) -> Program:
     gc.disable()
     for name in (*IMPORTS, *on_ray, *more_imports):
         importlib.import_module(name)
+    # torchrun's agent asks `inspect` for names of its callers, which goes through all modules for each frame: 2.5 s.
+    rendezvous: Any = sys.modules["torch.distributed.elastic.rendezvous.dynamic_rendezvous"]
+    rendezvous.get_method_name = lambda depth=2: sys._getframe(depth).f_code.co_name
     gc.freeze()
     gc.enable()
     assert len(_threads()) == 1, f"a fork would lose this process's other threads: {_threads()}"
@@ -157,5 +162,22 @@ def run_python(arguments: list[str]) -> None:
         runpy.run_path(arguments[0], run_name="__main__")
 
 
+def leave(code: object) -> NoReturn:
+    """End as the interpreter does, but free no object: that would copy most pages of the server, 0.6 s in each fork."""
+    if code is not None and not isinstance(code, int):
+        print(code, file=sys.stderr)
+        code = 1
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(int(code or 0) & 0xFF)
+
+
 if __name__ == "__main__":
-    run_python(become(serve(sys.argv[1], int(sys.argv[3]), sys.argv[5:]), sys.argv[2]))
+    arguments = become(serve(sys.argv[1], int(sys.argv[3]), sys.argv[5:]), sys.argv[2])
+    try:
+        run_python(arguments)
+    except SystemExit as end:
+        leave(end.code)
+    leave(None)
