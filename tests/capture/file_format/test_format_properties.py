@@ -2,6 +2,7 @@
 
 import math
 import pickle
+import struct
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from capture.file_format.micro_batch import CaptureError
-from capture.file_format.safe_unpickler import MAX_DEPTH, load_plain
+from capture.file_format.safe_unpickler import MAX_DEPTH, MAX_FLOATS_AT_ONCE, PickleReader, load_plain
 from capture.file_format.tensor_codec import DTYPES, decode_tensors, encode_tensor
 
 ON_A_BUSY_MACHINE = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -95,6 +96,29 @@ def test_plain_data_is_read_as_pickle_wrote_it(value: Any, before: bytes) -> Non
     loaded, end = load_plain(written, source="made up", start=len(before))
     assert is_same(loaded, value)
     assert end == len(written)
+
+
+@pytest.mark.parametrize("count", [1, 2, MAX_FLOATS_AT_ONCE, MAX_FLOATS_AT_ONCE + 1, 3 * MAX_FLOATS_AT_ONCE])
+def test_floats_in_a_row_are_read_whole_or_not_at_all(count: int) -> None:
+    # The last is one whose bytes read as instructions that follow.
+    values = [*(1 / number for number in range(1, count)), struct.unpack(">d", b"GGGGGGGG")[0]]
+    written = pickle.dumps((values, 3, values[0]), protocol=5)
+    assert load_plain(written, source="made up") == ((values, 3, values[0]), len(written))
+    for num_bytes in range(len(written) - 20, len(written)):
+        with pytest.raises(CaptureError, match="truncated"):
+            load_plain(written[:num_bytes], source="made up")
+
+
+@pytest.mark.parametrize("longer", [0, 1])
+def test_each_float_of_a_row_is_an_instruction(longer: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    # BINFLOAT for each, TUPLE with its MARK, STOP.
+    monkeypatch.setattr(PickleReader, "max_instructions", 3000 + 3)
+    written = b"(" + b"G\0\0\0\0\0\0\0\0" * (3000 + longer) + b"t."
+    if longer:
+        with pytest.raises(CaptureError, match="more than 3003 instructions"):
+            load_plain(written, source="made up")
+    else:
+        assert load_plain(written, source="made up") == ((0.0,) * 3000, len(written))
 
 
 @settings(ON_A_BUSY_MACHINE, max_examples=500)

@@ -241,6 +241,7 @@ def instruction_bombs() -> Iterator[tuple[str, bytes]]:
         "a key without a value": b"}(" + text("a") + b"u",
         "integers as keys": b"}(" + b"".join(integer(n << 20) + b"N" for n in range(1000)) + b"u",
         "many items, one by one": b"}" + b"".join(text(str(n)) + b"Ns" for n in range(60_000)),
+        "floats, each by itself": b"](" + (b"G" * 9 + b"N") * 90_000 + b"e",
         "items for a text": text("a") + b"Na",
         "items for nothing": b"Na",
         "sets": b"\x8f(" + text("a") + b"\x90",
