@@ -1,7 +1,6 @@
 """Run all checks on the recorded passes of a job. What they say never changes a verdict."""
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
 
 from capture.file_format.capture_file import read_call
 from capture.file_format.listing import CaptureLocation
@@ -13,6 +12,7 @@ from replay.options.spec import LossName
 from replay.output.text import Pairs
 from replay.verdict.causes.cause import CauseName
 from replay.verdict.pass_values import RecordedPass, WeightComparison, read_recorded_pass
+from replay.verdict.special_tokens import SpecialTokens, merge_text_config
 
 # Under a verdict.
 MAX_NOTES = 3
@@ -47,24 +47,8 @@ def keep_one_of_each(passes: Sequence[RecordedPass]) -> list[RecordedPass]:
     return list({(recorded.rank, recorded.forward_number): recorded for recorded in reversed(passes)}.values())[::-1]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ConfigIds:
-    """The ids that a model's config names. None: it names none.
-
-    vocabulary  how many ids there are
-    """
-
-    padding: int | None
-    begin: int | None
-    ends: frozenset[int]
-    vocabulary: int | None
-
-
-def read_unreplayed_pass(capture: CaptureLocation, ids: ConfigIds) -> RecordedPass | None:
-    """Read what the job recorded of a pass that is not replayed; None where that cannot be read.
-
-    ids  of the model's config
-    """
+def read_unreplayed_pass(capture: CaptureLocation, special_tokens: SpecialTokens) -> RecordedPass | None:
+    """Read what the job recorded of a pass that is not replayed; None where that cannot be read."""
     try:
         call = read_call(capture.path)
         samples = call.weights
@@ -72,30 +56,18 @@ def read_unreplayed_pass(capture: CaptureLocation, ids: ConfigIds) -> RecordedPa
             num_parameters=0 if samples is None else samples.num_parameters,
             is_sharded=samples is not None and samples.is_sharded,
         )
-        return read_recorded_pass(call, call.micro_batch(), LossName.STAND_IN, weights, ids.begin, ids.ends)
+        return read_recorded_pass(call, call.micro_batch(), LossName.STAND_IN, weights, special_tokens)
     except CaptureError:
         return None
 
 
-def read_config_ids(config: Mapping[str, object]) -> ConfigIds:
-    settings = _merge_text_config(config)
-    names = ("pad_token_id", "bos_token_id", "eos_token_id", "vocab_size")
-    padding, begin, ends, size = (settings.get(name) for name in names)
-    end_ids = ends if isinstance(ends, list) else [ends]
-    return ConfigIds(
-        padding=padding if isinstance(padding, int) and padding >= 0 else None,
-        begin=begin if isinstance(begin, int) else None,
-        ends=frozenset(id_ for id_ in end_ids if isinstance(id_, int)),
-        vocabulary=size if isinstance(size, int) else None,
-    )
+def read_vocab_size(config: Mapping[str, object]) -> int | None:
+    """Return how many token ids a model of this config knows; None where the config does not say."""
+    vocab_size = merge_text_config(config).get("vocab_size")
+    return vocab_size if isinstance(vocab_size, int) else None
 
 
 def has_router_loss(config: Mapping[str, object]) -> bool:
     """Tell whether a model of this config adds a loss of its routers to its own."""
-    settings = _merge_text_config(config)
+    settings = merge_text_config(config)
     return bool(settings.get("output_router_logits") and settings.get("router_aux_loss_coef"))
-
-
-def _merge_text_config(config: Mapping[str, object]) -> Mapping[str, object]:
-    inner = config.get("text_config")
-    return {**config, **inner} if isinstance(inner, dict) else config

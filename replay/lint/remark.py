@@ -43,8 +43,8 @@ class LintSubject:
 
     passes              one of each rank and forward
     is_whole            they are all passes of the recording
-    padding_id          of the model's config; None: it names none
-    end_ids             ids that end a text
+    pad_token_id        of the model's config; None: it names none
+    eos_token_ids       ids that end a text
     vocabulary          number of ids that the model knows; None: not known
     dropout             settings of the model that make dropout
     frozen              names of the parameters that the job did not train
@@ -60,8 +60,8 @@ class LintSubject:
 
     passes: Sequence[RecordedPass]
     is_whole: bool = False
-    padding_id: int | None = None
-    end_ids: frozenset[int] = frozenset()
+    pad_token_id: int | None = None
+    eos_token_ids: frozenset[int] = frozenset()
     vocabulary: int | None = None
     dropout: Sequence[str] = ()
     frozen: Sequence[str] = ()

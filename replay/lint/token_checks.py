@@ -143,8 +143,8 @@ def _check_padding(traits: Sequence[TokenTraits], subject: LintSubject) -> Itera
     numbers: list[int] = []
     ids: Counter[int] = Counter()
     num_rows = 0
-    guessed_id = _guess_padding_id(traits) if subject.padding_id is None else None
-    usual_id = guessed_id if subject.padding_id is None else subject.padding_id
+    guessed_id = _guess_padding_id(traits) if subject.pad_token_id is None else None
+    usual_id = guessed_id if subject.pad_token_id is None else subject.pad_token_id
     for tokens in traits:
         padding_id = next(iter(tokens.padding_ids)) if len(tokens.padding_ids) == 1 else usual_id
         num_rows += len(tokens.rows)
@@ -181,7 +181,7 @@ def _count_edge_padding(row: RowTraits, padding_id: int, subject: LintSubject, *
     """
     trailing_id, num_trailing = row.trailing
     leading_id, num_leading = row.leading
-    allowed = _NUM_ENDS if padding_id in subject.end_ids else 0
+    allowed = _NUM_ENDS if padding_id in subject.eos_token_ids else 0
     num_behind = max(0, num_trailing - allowed) if with_trailing and trailing_id == padding_id else 0
     # One such id may begin a text.
     num_before = num_leading if num_leading > 1 and leading_id == padding_id else 0
@@ -197,10 +197,10 @@ def _check_outside_mask(traits: Sequence[TokenTraits], subject: LintSubject) -> 
     examples: dict[int, None] = {}
     for tokens in traits:
         usual = [id_ for id_, number in tokens.padding_ids.items() if 2 * number >= tokens.num_padding]
-        padding = usual or [id_ for id_ in tokens.padding_ids if id_ == subject.padding_id]
+        padding = usual or [id_ for id_ in tokens.padding_ids if id_ == subject.pad_token_id]
         if not padding:
             continue
-        known = {*padding, *subject.end_ids}
+        known = {*padding, *subject.eos_token_ids}
         others += tokens.num_padding - sum(number for id_, number in tokens.padding_ids.items() if id_ in known)
         total += tokens.num_padding
         examples |= dict.fromkeys(id_ for id_ in tokens.padding_ids if id_ not in known)
@@ -305,7 +305,7 @@ def _check_begins(traits: Sequence[TokenTraits], subject: LintSubject) -> Iterat
     if len(begins) != 1 or len({row.digest for row in rows}) < _MIN_ALIKE:
         return
     [(id_, number)] = begins
-    if number == 2 and id_ != subject.padding_id:
+    if number == 2 and id_ != subject.pad_token_id:
         yield LintRemark(
             topic="rows",
             text=f"all {len(rows)} rows begin with token {id_} twice: does a tokenizer add one to a text that has it?",
@@ -324,11 +324,11 @@ def _check_ends(traits: Sequence[TokenTraits], subject: LintSubject) -> Iterator
         row
         for tokens in traits
         for row in tokens.rows
-        if row.digest is not None and (tokens.has_mask or row.trailing[0] in subject.end_ids)
+        if row.digest is not None and (tokens.has_mask or row.trailing[0] in subject.eos_token_ids)
     ]
     numbers = Counter(row.trailing[0] for row in rows if row.ends_unlabelled)
     for id_, number in numbers.items():
-        is_end = id_ in subject.end_ids or (not subject.end_ids and number == len(rows))
+        is_end = id_ in subject.eos_token_ids or (not subject.eos_token_ids and number == len(rows))
         if number >= _MIN_ALIKE and is_end and id_ not in labelled:
             yield LintRemark(
                 topic="labels",
@@ -345,7 +345,7 @@ def _check_inner_begins(traits: Sequence[TokenTraits]) -> Iterator[LintRemark]:
     if len(numbers) >= _MIN_ALIKE and 2 * len(numbers) > len(rows):
         yield LintRemark(
             topic="rows",
-            text=f"token {traits[0].begin_id}, which begins a text, stands {sum(numbers)} times inside "
+            text=f"token {traits[0].bos_token_id}, which begins a text, stands {sum(numbers)} times inside "
             f"{len(numbers)} of {pluralise(len(rows), 'row')}, where no position id begins again: each text sees "
             "those before it. Right for turns of one talk; are texts packed here?",
             weight=Weight.WRONG_TOKENS,
@@ -357,7 +357,7 @@ def _check_inner_ends(traits: Sequence[TokenTraits], subject: LintSubject) -> It
     rows = [row for tokens in traits for row in tokens.rows if row.digest is not None]
     number = sum(row.num_inner_ends > 0 for row in rows)
     if number >= _MIN_ALIKE and 2 * number > len(rows) and not any(row.num_inner_begins for row in rows):
-        ids = " or ".join(map(str, sorted(subject.end_ids)))
+        ids = " or ".join(map(str, sorted(subject.eos_token_ids)))
         yield LintRemark(
             topic="rows",
             text=f"most hold several documents or turns (token {ids}, which ends a text, inside {number} of "

@@ -16,7 +16,6 @@ from replay.lint.lint import (
     has_router_loss,
     keep_one_of_each,
     lint,
-    read_config_ids,
     read_unreplayed_pass,
 )
 from replay.lint.remark import LintSubject
@@ -32,6 +31,7 @@ from replay.verdict.causes.model_rules import COMPUTED_KINDS, describe_model_dif
 from replay.verdict.findings import VerdictSettings
 from replay.verdict.judge import PassEvidence
 from replay.verdict.outcomes import Verdict
+from replay.verdict.special_tokens import SpecialTokens
 
 # What transformers' Trainer writes into a checkpoint, with the steps that it had taken.
 TRAINER_STATE = "trainer_state.json"
@@ -61,16 +61,16 @@ def list_notes(
         # The ids of padding are the model's then, and `replay inspect` names the file.
         job_config, adapters = None, {}
     config = job_config or strip_config(source.config)
-    ids = read_config_ids(config)
+    special_tokens = SpecialTokens.from_config(config)
     recorded_passes = keep_one_of_each([recorded for _, recorded, _ in passes if recorded is not None])
     # A replay of what trains leaves out a rollout, of which dropout alone is remarked.
     left_out = selection.left_out if settings.dropout else ()
-    not_replayed = (read_unreplayed_pass(capture, ids) for capture in left_out)
+    not_replayed = (read_unreplayed_pass(capture, special_tokens) for capture in left_out)
     subject = LintSubject(
         passes=[*recorded_passes, *(recorded for recorded in not_replayed if recorded is not None)],
         is_whole=is_whole,
-        padding_id=ids.padding,
-        end_ids=ids.ends,
+        pad_token_id=special_tokens.pad_token_id,
+        eos_token_ids=special_tokens.eos_token_ids,
         vocabulary=source.config.get_text_config().vocab_size,
         dropout=settings.dropout,
         frozen=sorted(source.frozen),

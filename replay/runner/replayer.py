@@ -17,7 +17,6 @@ from actor_init.weights import OnProgress, ignore_progress
 from actor_init.world import World
 from capture.file_format.capture_file import CapturedCall, read_call
 from capture.file_format.micro_batch import MicroBatch, with_rows_reversed
-from replay.lint.lint import read_config_ids
 from replay.objective.inputs import ObjectiveInputs, RecordedForObjective
 from replay.objective.objective import (
     LogProbWeights,
@@ -77,6 +76,7 @@ from replay.verdict.pass_values import (
     read_token_positions,
     sample_log_probs,
 )
+from replay.verdict.special_tokens import SpecialTokens
 from replay.verdict.weight_check import WeightChecker
 from replay.watch.progress import RankPhase, Tracker
 
@@ -175,7 +175,7 @@ class Replayer:
             KeptLogits() if self._objective is not None and self._objective.needs_logits_or_entropies else None
         )
         self._routing = PassRouting.open(reopenable_actor.backend.model, spec)
-        self._config_ids = read_config_ids(strip_config(self.model_source.config))
+        self._special_tokens = SpecialTokens.from_config(strip_config(self.model_source.config))
         # In a left-padded row the last padding token predicts the label of the row's first token, and a model's own
         # loss counts that. Joined rows have no padding.
         has_padding = not self.model_source.layout_under(spec.actor).joins_rows
@@ -266,8 +266,7 @@ class Replayer:
                 batch,
                 self.spec.measure.loss,
                 weight_comparison,
-                self._config_ids.begin,
-                self._config_ids.ends,
+                self._special_tokens,
             )
             job_router_loss = self._routing.find_router_loss(captured_call)
             if job_router_loss is not None and job_router_loss.why_not_computable is not None:

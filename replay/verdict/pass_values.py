@@ -29,6 +29,7 @@ from replay.runlog.records import PassRecord
 from replay.tolerances.job_bounds import ACTION_TOKENS, GRAD_NORM, LOG_PROBS, LOSS, TOKENS
 from replay.verdict.gradient_samples import GradientSamples
 from replay.verdict.random_draws import RandomDraws
+from replay.verdict.special_tokens import SpecialTokens
 from replay.verdict.state_samples import StateElements
 from replay.verdict.token_traits import TokenTraits, read_token_traits
 
@@ -154,15 +155,13 @@ def read_recorded_pass(
     batch: MicroBatch,
     loss: str,
     weights: WeightComparison,
-    begin_id: int | None = None,
-    end_ids: frozenset[int] = frozenset(),
+    special_tokens: SpecialTokens,
 ) -> RecordedPass:
     """Read what the job recorded of one pass.
 
-    batch     as captured, with its action mask
-    loss      what the replay computes
-    begin_id  the id that begins a text; None: not known
-    end_ids   those that end one, as far as they are known
+    batch    as captured, with its action mask
+    loss     what the replay computes
+    weights  the comparison of the job's weights with the replay's
     """
     is_recorded = loss == RECORDED.name
     num_tokens = count_action_tokens(select_loss_tokens(loss, batch))
@@ -190,7 +189,7 @@ def read_recorded_pass(
         recording=call.recording,
         draws=RandomDraws.from_call(call),
         training=call.training,
-        tokens=read_token_traits(call, batch, begin_id, end_ids),
+        tokens=read_token_traits(call, batch, special_tokens),
         has_job_weights_of_tokens=is_recorded,
         num_left_out=0 if targets_BS is None else int((targets_BS != IGNORED_LABEL).sum()) - num_tokens,
     )

@@ -17,6 +17,7 @@ from torch import Tensor
 from actor_init.inputs.documents import BORDER_NAMES, Documents, find_documents, gives_positions
 from capture.file_format.capture_file import ACTION_MASK, CapturedCall
 from capture.file_format.micro_batch import IGNORED_LABEL, LOSS_GRADIENTS, CaptureError, MicroBatch, move_to_tokens
+from replay.verdict.special_tokens import SpecialTokens
 
 # So many of a row's first tokens are kept, to be compared with other rows'.
 NUM_FIRST_TOKENS = 16
@@ -84,7 +85,7 @@ class TokenTraits:
     num_with_gradient  positions that the job's own loss gave a gradient, in a pass with a mask of LOSS_MASKS
     num_outside_mask   those of them that are outside of it, whether it is of the tokens or of those that predict them
     labelled_ends      ids that end rows and have a label somewhere in the pass
-    begin_id           begins a text; None: not known
+    bos_token_id       begins a text; None: not known
     """
 
     rows: Sequence[RowTraits]
@@ -113,77 +114,89 @@ class TokenTraits:
     num_with_gradient: int = 0
     num_outside_mask: int = 0
     labelled_ends: frozenset[int] = frozenset()
-    begin_id: int | None = None
+    bos_token_id: int | None = None
 
 
-def read_token_traits(
-    call: CapturedCall, batch: MicroBatch, begin_id: int | None = None, end_ids: frozenset[int] = frozenset()
-) -> TokenTraits:
-    """Read the traits of a pass; `batch` is as captured.
-
-    begin_id  begins a text; None: not known
-    end_ids   end a text, as far as they are known
-    """
+def read_token_traits(call: CapturedCall, batch: MicroBatch, special_tokens: SpecialTokens) -> TokenTraits:
+    """Read the traits of a pass; `batch` is as captured."""
     ids_BS, real_BS = batch.sequences_BS, batch.attention_mask_BS
     padding_T = ids_BS[~real_BS]
-    distinct, counts = padding_T.unique(return_counts=True)
-    commonest = counts.argsort(descending=True)[:_MAX_PADDING_IDS]
-    labels_BS, has_shifted = batch.shift_labels, True
-    if labels_BS is None:
-        labels_BS, has_shifted = batch.labels_BS, False
-    if labels_BS is None:
-        labels_BS, has_shifted = batch.loss_targets_BS, True
+    labels_BS, has_shifted_labels = _find_labels(batch)
     # Each beside the token that it is of.
-    own_BS = labels_BS
-    if own_BS is not None and has_shifted:
-        own_BS = move_to_tokens(own_BS)
+    token_labels_BS = labels_BS
+    if labels_BS is not None and has_shifted_labels:
+        token_labels_BS = move_to_tokens(labels_BS)
     documents = _find_documents(batch)
-    borders, continued, other_restarts = _count_restarts(call, batch, documents)
+    rows = _read_rows(batch, token_labels_BS, documents, special_tokens)
+    num_borders, num_continued, num_other_restarts = _count_restarts(call, batch, documents)
     first_positions, num_late_rows = _read_first_positions(batch)
-    is_off_BS = _find_not_finite(call, real_BS)
+    is_not_finite_BS = _find_not_finite(call, real_BS)
+    not_finite_places = [(row, column) for row, column in is_not_finite_BS.nonzero().tolist()]
     num_with_gradient, num_outside_mask = _count_outside_mask(call, batch)
-    off_places = is_off_BS.nonzero().tolist()
-    # Nothing parts a row in which no position begins again, and no border was given.
-    is_one_document_B = (
-        [False] * batch.num_rows if documents is None else (documents.is_first_BS.sum(dim=1) <= 1).tolist()
-    )
-    rows = [
-        row
-        for number in range(batch.num_rows)
-        if (
-            row := _read_row(
-                ids_BS[number],
-                real_BS[number],
-                None if own_BS is None else own_BS[number],
-                begin_id if is_one_document_B[number] else None,
-                end_ids if is_one_document_B[number] else frozenset(),
-            )
-        )
-    ]
     return TokenTraits(
         rows=rows,
         has_mask="attention_mask" in call.tensors,
         largest_id=int(ids_BS.max()),
         num_padding=len(padding_T),
-        padding_ids=dict(zip(distinct[commonest].tolist(), counts[commonest].tolist(), strict=True)),
-        has_shifted_labels=labels_BS is not None and has_shifted,
-        **({} if labels_BS is None else _describe_labels(labels_BS, ids_BS, real_BS, has_shifted)),
-        num_borders=borders,
-        num_continued=continued,
-        num_other_restarts=other_restarts,
+        padding_ids=_count_commonest_ids(padding_T),
+        has_shifted_labels=has_shifted_labels,
+        **({} if labels_BS is None else _describe_labels(labels_BS, ids_BS, real_BS, has_shifted_labels)),
+        num_borders=num_borders,
+        num_continued=num_continued,
+        num_other_restarts=num_other_restarts,
         first_positions=first_positions,
         num_late_rows=num_late_rows,
         num_left_to_model=0 if gives_positions(batch) else int((real_BS.any(dim=1) & ~real_BS[:, 0]).sum()),
-        num_not_finite=len(off_places),
-        num_not_finite_on_padding=int((is_off_BS & _predicts_padding(real_BS)).sum()),
-        first_not_finite=(off_places[0][0], off_places[0][1]) if off_places else None,
+        num_not_finite=len(not_finite_places),
+        num_not_finite_on_padding=int((is_not_finite_BS & _predicts_padding(real_BS)).sum()),
+        first_not_finite=next(iter(not_finite_places), None),
         num_with_gradient=num_with_gradient,
         num_outside_mask=num_outside_mask,
-        labelled_ends=frozenset()
-        if own_BS is None
-        else frozenset(own_BS.unique().tolist()).intersection(row.trailing[0] for row in rows),
-        begin_id=begin_id,
+        labelled_ends=_find_labelled_ends(rows, token_labels_BS),
+        bos_token_id=special_tokens.bos_token_id,
     )
+
+
+def _find_labels(batch: MicroBatch) -> tuple[Tensor | None, bool]:
+    """Return the labels of a batch, and whether each stands beside the token that predicts it instead of its own."""
+    if batch.shift_labels is not None:
+        return batch.shift_labels, True
+    if batch.labels_BS is not None:
+        return batch.labels_BS, False
+    return batch.loss_targets_BS, batch.loss_targets_BS is not None
+
+
+def _count_commonest_ids(ids_T: Tensor) -> dict[int, int]:
+    """Return the commonest of these ids, at most _MAX_PADDING_IDS, with how often each is there."""
+    distinct, counts = ids_T.unique(return_counts=True)
+    commonest = counts.argsort(descending=True)[:_MAX_PADDING_IDS]
+    return dict(zip(distinct[commonest].tolist(), counts[commonest].tolist(), strict=True))
+
+
+def _read_rows(
+    batch: MicroBatch, token_labels_BS: Tensor | None, documents: Documents | None, special_tokens: SpecialTokens
+) -> list[RowTraits]:
+    # Nothing parts a row in which no position begins again, and no border was given.
+    is_one_document_B = [False] * batch.num_rows
+    if documents is not None:
+        is_one_document_B = (documents.is_first_BS.sum(dim=1) <= 1).tolist()
+    rows = [
+        _read_row(
+            batch.sequences_BS[number],
+            batch.attention_mask_BS[number],
+            None if token_labels_BS is None else token_labels_BS[number],
+            # Between the documents of a packed row such tokens stand where they belong, so they are not counted.
+            special_tokens if is_one_document else SpecialTokens(),
+        )
+        for number, is_one_document in enumerate(is_one_document_B)
+    ]
+    return [row for row in rows if row is not None]
+
+
+def _find_labelled_ends(rows: Sequence[RowTraits], token_labels_BS: Tensor | None) -> frozenset[int]:
+    if token_labels_BS is None:
+        return frozenset()
+    return frozenset(token_labels_BS.unique().tolist()).intersection(row.trailing[0] for row in rows)
 
 
 def _find_not_finite(call: CapturedCall, real_BS: Tensor) -> Tensor:
@@ -233,8 +246,9 @@ def _find_documents(batch: MicroBatch) -> Documents | None:
 
 
 def _read_row(
-    ids_S: Tensor, real_S: Tensor, labels_S: Tensor | None, begin_id: int | None, end_ids: frozenset[int]
+    ids_S: Tensor, real_S: Tensor, labels_S: Tensor | None, special_tokens: SpecialTokens
 ) -> RowTraits | None:
+    """Read the traits of a row; None without real tokens, or with one token alone."""
     tokens_T = ids_S[real_S]
     if not len(tokens_T) or bool((tokens_T == tokens_T[0]).all()):
         return None
@@ -249,7 +263,8 @@ def _read_row(
             num_labelled += 1
         last_label, end_label = labels_T[before_tail : before_tail + 2].tolist()
         ends_unlabelled = end_label == IGNORED_LABEL != last_label
-    inner = tokens_T[after_lead : before_tail + 1].tolist() if end_ids else []
+    bos_token_id, eos_token_ids = special_tokens.bos_token_id, special_tokens.eos_token_ids
+    inner = tokens_T[after_lead : before_tail + 1].tolist() if eos_token_ids else []
     digest = hashlib.blake2b(tokens_T.contiguous().numpy().tobytes(), digest_size=8).digest()
     return RowTraits(
         digest=int.from_bytes(digest, "little") if len(tokens_T) >= _MIN_ROW_TOKENS else None,
@@ -258,8 +273,12 @@ def _read_row(
         leading=(int(tokens_T[0]), after_lead),
         trailing=(int(tokens_T[-1]), len(tokens_T) - 1 - before_tail),
         ends_unlabelled=ends_unlabelled,
-        num_inner_begins=0 if begin_id is None else int((tokens_T[after_lead : before_tail + 1] == begin_id).sum()),
-        num_inner_ends=sum(token in end_ids and following not in end_ids for token, following in pairwise(inner)),
+        num_inner_begins=0
+        if bos_token_id is None
+        else int((tokens_T[after_lead : before_tail + 1] == bos_token_id).sum()),
+        num_inner_ends=sum(
+            token in eos_token_ids and following not in eos_token_ids for token, following in pairwise(inner)
+        ),
     )
 
 

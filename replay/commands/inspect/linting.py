@@ -13,12 +13,13 @@ from capture.file_format.folder_recordings import FolderRecording
 from capture.file_format.listing import CaptureLocation, format_ranges, locate_captures
 from capture.file_format.micro_batch import CaptureError
 from capture.file_format.segment import Segment
-from replay.lint.lint import has_router_loss, lint, read_config_ids, read_unreplayed_pass
+from replay.lint.lint import has_router_loss, lint, read_unreplayed_pass, read_vocab_size
 from replay.lint.remark import LintRemark, LintSubject
 from replay.lint.token_checks import leaves_positions_to_model
 from replay.lint.training_checks import drew_masks_without_gradient, is_in_eval_mode
 from replay.output.text import pluralise
 from replay.verdict.pass_values import RecordedPass
+from replay.verdict.special_tokens import SpecialTokens
 
 # The checks read at most so many passes.
 MAX_CHECKED = 64
@@ -54,9 +55,9 @@ def lint_recording(
     except CaptureError:
         # The inspection names the file that cannot be read.
         config, frozen, adapters, ends = {}, [], {}, []
-    config_ids = read_config_ids(config)
+    special_tokens = SpecialTokens.from_config(config)
     # What cannot be read the inspection names.
-    read = (read_unreplayed_pass(capture, config_ids) for capture in captures)
+    read = (read_unreplayed_pass(capture, special_tokens) for capture in captures)
     passes = [recorded for recorded in read if recorded is not None]
     # Which settings act is asked only if it matters, since it builds the model.
     does_matter = any(is_in_eval_mode(recorded) or drew_masks_without_gradient(recorded) for recorded in passes)
@@ -64,9 +65,9 @@ def lint_recording(
         passes=passes,
         # A job that failed may not have come to its first step.
         is_whole=len(passes) == recording.num_passes and not has_failed,
-        padding_id=config_ids.padding,
-        end_ids=config_ids.ends,
-        vocabulary=config_ids.vocabulary,
+        pad_token_id=special_tokens.pad_token_id,
+        eos_token_ids=special_tokens.eos_token_ids,
+        vocabulary=read_vocab_size(config),
         dropout=find_acting_dropouts(config) if does_matter and config else (),
         frozen=frozen,
         counts_padding=_counts_padding(passes, config),

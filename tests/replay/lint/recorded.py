@@ -13,6 +13,7 @@ from replay.lint.lint import lint
 from replay.lint.remark import LintSubject
 from replay.options.spec import LossName
 from replay.verdict.pass_values import RecordedPass, WeightComparison, read_recorded_pass
+from replay.verdict.special_tokens import SpecialTokens
 
 PAD, IGNORED = 0, -100
 
@@ -57,8 +58,7 @@ def make_pass(
     *,
     rank: int = 0,
     number: int = 0,
-    begin_id: int | None = None,
-    end_ids: frozenset[int] = frozenset(),
+    special_tokens: SpecialTokens | None = None,
     **values: Any,
 ) -> RecordedPass:
     """What a recording has of a training pass that an optimizer's step follows, whose weights move by each step."""
@@ -77,7 +77,7 @@ def make_pass(
     )
     samples = call.weights
     weights = WeightComparison(num_parameters=0 if samples is None else samples.num_parameters)
-    return read_recorded_pass(call, call.micro_batch(), LossName.STAND_IN, weights, begin_id, end_ids)
+    return read_recorded_pass(call, call.micro_batch(), LossName.STAND_IN, weights, special_tokens or SpecialTokens())
 
 
 def say(passes: Sequence[RecordedPass], **subject: Any) -> list[str]:

@@ -4,9 +4,10 @@ from dataclasses import replace
 
 import pytest
 
-from replay.lint.lint import format_notes, has_router_loss, keep_one_of_each, lint, read_config_ids
+from replay.lint.lint import format_notes, has_router_loss, keep_one_of_each, lint, read_vocab_size
 from replay.lint.remark import LintRemark, LintSubject, Weight
 from replay.verdict.causes.cause import CauseName
+from replay.verdict.special_tokens import SpecialTokens
 from tests.replay.lint.recorded import make_pass
 
 REMARKS = [
@@ -58,8 +59,8 @@ def test_remarks_come_with_the_most_telling_first_and_a_pass_counts_once() -> No
     ],
 )
 def test_ids_are_read_of_a_config(config: dict[str, object], ids: tuple[object, ...]) -> None:
-    found = read_config_ids(config)
-    assert (found.padding, found.begin, found.ends, found.vocabulary) == ids
+    found = SpecialTokens.from_config(config)
+    assert (found.pad_token_id, found.bos_token_id, found.eos_token_ids, read_vocab_size(config)) == ids
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from capture.file_format.micro_batch import LOSS_GRADIENTS, LOSS_TARGETS
+from replay.verdict.special_tokens import SpecialTokens
 from tests.replay.lint.recorded import IGNORED, PAD, make_pass, make_rows, say
 
 Batch = dict[str, Tensor]
@@ -24,7 +25,11 @@ def test_nothing_is_said_of_sound_rows(left: bool) -> None:
         for rank in (0, 1)
         for number in range(4)
     ]
-    for settings in ({}, {"padding_id": PAD}, {"padding_id": PAD, "end_ids": frozenset({PAD}), "vocabulary": 500}):
+    for settings in (
+        {},
+        {"pad_token_id": PAD},
+        {"pad_token_id": PAD, "eos_token_ids": frozenset({PAD}), "vocabulary": 500},
+    ):
         assert say(passes, **settings) == []
 
 
@@ -55,7 +60,7 @@ def shift(labels_BS: Tensor, places: int) -> Tensor:
 )  # fmt: skip
 def test_a_planted_fault_is_said(fault: Callable[[Batch], Batch], said: str) -> None:
     passes = [make_pass(fault(make_rows([9, 12, 10], seed=number)), number=number) for number in range(2)]
-    texts = say(passes, padding_id=PAD, vocabulary=500)
+    texts = say(passes, pad_token_id=PAD, vocabulary=500)
     assert [text for text in texts if said in text], texts
 
 
@@ -83,15 +88,15 @@ def end_rows_in(id_: int, numbers: list[int]) -> Batch:
 @pytest.mark.parametrize(
     ("numbers", "settings", "is_said"),
     [
-        ([6, 0, 0], {"padding_id": 999}, True),
-        ([2, 2, 0], {"padding_id": 999}, True),
-        ([1, 1, 1], {"padding_id": 999}, True),  # a mask that is one token too long in every row
-        ([1, 0, 0], {"padding_id": 999}, False),  # that may be a token of the text
-        ([1, 2, 1], {"padding_id": 999, "end_ids": frozenset({999})}, False),  # texts end in it
-        ([9, 9, 1], {"padding_id": 999, "end_ids": frozenset({999})}, True),
+        ([6, 0, 0], {"pad_token_id": 999}, True),
+        ([2, 2, 0], {"pad_token_id": 999}, True),
+        ([1, 1, 1], {"pad_token_id": 999}, True),  # a mask that is one token too long in every row
+        ([1, 0, 0], {"pad_token_id": 999}, False),  # that may be a token of the text
+        ([1, 2, 1], {"pad_token_id": 999, "eos_token_ids": frozenset({999})}, False),  # texts end in it
+        ([9, 9, 1], {"pad_token_id": 999, "eos_token_ids": frozenset({999})}, True),
         ([9, 6, 0], {}, True),  # no config names it
         ([9, 0, 0], {}, False),
-        ([9, 6, 0], {"padding_id": 3}, False),
+        ([9, 6, 0], {"pad_token_id": 3}, False),
     ],
 )
 def test_padding_under_the_mask_is_told_from_ends_of_texts(
@@ -106,7 +111,7 @@ def test_padding_on_the_right_of_a_job_that_has_no_mask_is_not_said_and_on_the_l
     for left, topics in ((False, []), (True, ["padding"])):
         rows = make_rows([20, 12, 14], left=left)
         rows.pop("attention_mask")
-        assert [text.partition(":")[0] for text in say([make_pass(rows)], padding_id=PAD)] == topics
+        assert [text.partition(":")[0] for text in say([make_pass(rows)], pad_token_id=PAD)] == topics
 
 
 def test_a_mask_that_leaves_out_real_tokens_is_told_by_the_padding_that_most_masked_tokens_are() -> None:
@@ -237,7 +242,7 @@ def begin_rows_with(*tokens: int) -> Batch:
         ((700, 700), {}, True),
         ((700, 701), {}, False),
         ((700, 700, 700), {}, False),  # not what a tokenizer adds
-        ((PAD, PAD), {"padding_id": PAD}, False),  # padding under the mask, which is said elsewhere
+        ((PAD, PAD), {"pad_token_id": PAD}, False),  # padding under the mask, which is said elsewhere
     ],
 )
 def test_rows_that_begin_with_one_token_twice_are_said(
@@ -272,14 +277,14 @@ def test_an_end_of_texts_that_never_has_a_label_is_said(is_shifted: bool) -> Non
         "text taken for padding?"
     )
     fault = [make_pass(end_texts_in(900, is_labelled=False, is_shifted=is_shifted))]
-    assert say(fault) == say(fault, end_ids=frozenset({900})) == [said]
+    assert say(fault) == say(fault, eos_token_ids=frozenset({900})) == [said]
     # The config names another end: this may be a line's end behind it.
-    assert say(fault, end_ids=frozenset({901})) == []
+    assert say(fault, eos_token_ids=frozenset({901})) == []
     sound = make_pass(end_texts_in(900, is_labelled=True, is_shifted=is_shifted))
-    assert say([sound]) == say([sound], end_ids=frozenset({900})) == []
+    assert say([sound]) == say([sound], eos_token_ids=frozenset({900})) == []
     # Where it has a label in one pass, others have left it out on purpose.
     later = make_pass(end_texts_in(900, is_labelled=True, is_shifted=is_shifted), number=1)
-    assert say([*fault, later], end_ids=frozenset({900})) == []
+    assert say([*fault, later], eos_token_ids=frozenset({900})) == []
 
 
 def test_without_a_mask_padding_behind_a_labelled_end_is_not_taken_for_the_end() -> None:
@@ -287,23 +292,23 @@ def test_without_a_mask_padding_behind_a_labelled_end_is_not_taken_for_the_end()
     wider = {name: torch.nn.functional.pad(rows[name], (0, 2), value=PAD) for name in ("input_ids", "labels")}
     wider["labels"][:, -2:] = IGNORED
     passes = [make_pass(wider)]
-    assert say(passes, padding_id=PAD) == say(passes, end_ids=frozenset({900})) == say(passes) == []
+    assert say(passes, pad_token_id=PAD) == say(passes, eos_token_ids=frozenset({900})) == say(passes) == []
     # Padded with the token that ends a text: the first of them is the text's own.
     same = end_texts_in(900, is_labelled=False, has_mask=False)
     same["input_ids"][same["input_ids"] == PAD] = 900
-    [text] = say([make_pass(same)], padding_id=900, end_ids=frozenset({900}))
+    [text] = say([make_pass(same)], pad_token_id=900, eos_token_ids=frozenset({900}))
     assert text.startswith("labels: token 900 ends 4 of 4 rows and never has a label")
 
 
 def test_padding_on_the_right_without_a_mask_is_said_where_a_loss_of_routers_counts_it() -> None:
     rows = make_rows([20, 12, 14])
     rows.pop("attention_mask")
-    assert say([make_pass(rows)], padding_id=PAD) == []
-    assert say([make_pass(rows)], padding_id=PAD, has_router_loss=True) == [
+    assert say([make_pass(rows)], pad_token_id=PAD) == []
+    assert say([make_pass(rows)], pad_token_id=PAD, has_router_loss=True) == [
         "padding: 2 of 3 rows begin or end in padding (id 0) that the attention mask would hide, and there is no mask: "
         "14 tokens, which the routers' loss counts"
     ]
-    assert say([make_pass(make_rows([20, 12, 14]))], padding_id=PAD, has_router_loss=True) == []
+    assert say([make_pass(make_rows([20, 12, 14]))], pad_token_id=PAD, has_router_loss=True) == []
 
 
 @pytest.mark.parametrize("are_parted", [False, True])
@@ -322,8 +327,11 @@ def test_rows_that_hold_several_texts_and_one_attention_are_said(are_parted: boo
         "again: each text sees those before it. Right for turns of one talk; are texts packed here?"
     )
 
-    def say_of(begin_id: int | None) -> list[str]:
-        recorded = [make_pass(rows, number=number, begin_id=begin_id) for number, rows in enumerate(passes)]
+    def say_of(bos_token_id: int | None) -> list[str]:
+        recorded = [
+            make_pass(rows, number=number, special_tokens=SpecialTokens(bos_token_id=bos_token_id))
+            for number, rows in enumerate(passes)
+        ]
         return [text for text in say(recorded) if text.startswith("rows")]
 
     assert say_of(begin) == ([] if are_parted else [said])
@@ -342,8 +350,8 @@ def test_rows_with_an_end_of_a_text_inside_are_said(place: int | slice, is_parte
         rows["input_ids"][:, place] = end
         if is_parted:
             rows["position_ids"] = torch.cat([torch.arange(6), torch.arange(6)]).expand(2, -1)
-        passes.append(make_pass(rows, number=number, end_ids=frozenset({end})))
-    texts = [text for text in say(passes, end_ids=frozenset({end})) if "several documents" in text]
+        passes.append(make_pass(rows, number=number, special_tokens=SpecialTokens(eos_token_ids=frozenset({end}))))
+    texts = [text for text in say(passes, eos_token_ids=frozenset({end})) if "several documents" in text]
     said = "rows: most hold several documents or turns (token 501, which ends a text, inside 6 of 6 rows), and neither "
     assert [text.startswith(said) for text in texts] == ([True] if says else [])
 
