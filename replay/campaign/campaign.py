@@ -249,10 +249,10 @@ class Campaign(Generic[PlanT]):
         """
         self._run_limit_seconds, self._start_deadline = limits.run_limit_seconds, limits.compute_start_deadline()
         if storage is None:
-            self._task_runner = executor.make_runner(self.folder, self.machine, limits.max_parallel)
+            self._task_runner = executor.make_runner(self.folder, self.machine, limits.at_once)
         else:
             self._task_runner = executor.make_resumable_runner(self.folder, self.machine, storage)
-        self._runs_are_alone = executor.gives_whole_machine(self.machine, limits.max_parallel)
+        self._runs_are_alone = executor.gives_whole_machine(self.machine, limits.at_once)
 
     @property
     def num_running(self) -> int:

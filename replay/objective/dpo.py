@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from capture.facts import Setting
-from replay.objective.inputs import ObjectiveError, ObjectiveInputs, RecordedForObjective
+from replay.objective.inputs import ObjectiveData, ObjectiveError, ObjectiveInputs
 from replay.objective.objective import Formula, Need
 from replay.options.declarations.tensor_names import REF_CHOSEN, REF_LOG_PROBS, REF_REJECTED
 from replay.options.needed_tensors import explain_missing
@@ -67,7 +67,7 @@ def _read_reference(inputs: ObjectiveInputs, spec: ObjectiveSpec) -> tuple[Tenso
         return split_pairs(reduce_by_sequence(inputs.of_tokens(*REF_LOG_PROBS), inputs, spec), spec.pairs)
 
 
-def list_dpo_needs(recorded: RecordedForObjective, spec: ObjectiveSpec) -> Iterable[Need]:
+def list_dpo_needs(recorded: ObjectiveData, spec: ObjectiveSpec) -> Iterable[Need]:
     """List what must be recorded: the reference's numbers of the pairs, or of sequences or tokens."""
     has_pairs = all(names[0] in recorded.tensors for names in (REF_CHOSEN, REF_REJECTED))
     return () if has_pairs else (Need(names=REF_LOG_PROBS),)

@@ -22,7 +22,7 @@ class ObjectiveError(FactError):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RecordedForObjective:
+class ObjectiveData:
     """What a job recorded of one pass that its objective may need. Rows are in the captured order.
 
     tensors          the forward's tensor arguments and the job's notes, by name, as they came
@@ -46,7 +46,7 @@ class RecordedForObjective:
     source: str
 
     @classmethod
-    def collect(cls, call: CapturedCall, batch: MicroBatch) -> "RecordedForObjective":
+    def collect(cls, call: CapturedCall, batch: MicroBatch) -> "ObjectiveData":
         """Collect it from a capture; `batch` is as the replay feeds it."""
         facts = call.call_facts.items()
         numbers = {
@@ -69,7 +69,7 @@ class RecordedForObjective:
             source=batch.origin.source,
         )
 
-    def to(self, device: torch.device) -> "RecordedForObjective":
+    def to(self, device: torch.device) -> "ObjectiveData":
         tensors = {name: tensor.to(device) for name, tensor in self.tensors.items()}
         return replace(self, tensors=tensors, sequence_BA=self.sequence_BA.to(device))
 
@@ -91,7 +91,7 @@ class ObjectiveInputs:
 
     log_probs_BA: Tensor
     action_mask_BA: Tensor
-    recorded: RecordedForObjective
+    recorded: ObjectiveData
     num_window_tokens: int
     num_window_passes: int
     kept_logits: KeptLogits | None = None

@@ -23,7 +23,7 @@ from capture.file_format.micro_batch import (
     with_loss_targets_as_labels,
     with_shift_labels_as_labels,
 )
-from replay.objective.inputs import ObjectiveError, ObjectiveInputs, RecordedForObjective
+from replay.objective.inputs import ObjectiveData, ObjectiveError, ObjectiveInputs
 from replay.options.declarations import OBJECTIVES
 from replay.options.declarations.policy import POLICY
 from replay.options.declarations.recorded import RECORDED
@@ -41,7 +41,7 @@ class Need:
     or_else: str = ""
 
 
-def need_nothing(recorded: RecordedForObjective, spec: ObjectiveSpec) -> Iterable[Need]:
+def need_nothing(recorded: ObjectiveData, spec: ObjectiveSpec) -> Iterable[Need]:
     return ()
 
 
@@ -63,7 +63,7 @@ class Formula:
 
     loss: Callable[[ObjectiveInputs, ObjectiveSpec], Any]
     describe: Callable[[ObjectiveSpec], list[str]]
-    needs: Callable[[RecordedForObjective, ObjectiveSpec], Iterable[Need]] = need_nothing
+    needs: Callable[[ObjectiveData, ObjectiveSpec], Iterable[Need]] = need_nothing
     asks_entropies: Callable[[ObjectiveSpec], bool] = is_never
     asks_logits: bool = False
     sums_over_window: Callable[[ObjectiveSpec], bool] = is_never
@@ -127,7 +127,7 @@ class Objective:
             raise ObjectiveError(setting, "returned a number without a gradient", advice)
         return loss.reshape(())
 
-    def check(self, recorded: RecordedForObjective) -> None:
+    def check(self, recorded: ObjectiveData) -> None:
         """Raise ObjectiveError if a capture lacks what a declared objective needs. Shapes are checked in the pass."""
         if self.sha256 is not None:
             return

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from capture.facts import Setting
-from replay.objective.inputs import ObjectiveError, ObjectiveInputs, RecordedForObjective
+from replay.objective.inputs import ObjectiveData, ObjectiveError, ObjectiveInputs
 from replay.objective.objective import Formula, Need
 from replay.options.declarations.tensor_names import ADVANTAGES, DIVISOR, NUM_ITEMS, OLD_LOG_PROBS, REF_LOG_PROBS
 from replay.options.needed_tensors import explain_missing
@@ -78,7 +78,7 @@ def reduce_loss(loss_BA: Tensor, inputs: ObjectiveInputs, spec: ObjectiveSpec) -
             return total / (divisor * inputs.recorded.num_sequences)
 
 
-def list_policy_needs(recorded: RecordedForObjective, spec: ObjectiveSpec) -> Iterator[Need]:
+def list_policy_needs(recorded: ObjectiveData, spec: ObjectiveSpec) -> Iterator[Need]:
     """List what must be recorded."""
     yield Need(names=ADVANTAGES)
     if not spec.on_policy:

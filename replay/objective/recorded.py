@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from capture.file_format.micro_batch import LOSS_GRADIENTS, LOSS_TARGETS
-from replay.objective.inputs import ObjectiveError, ObjectiveInputs, RecordedForObjective
+from replay.objective.inputs import ObjectiveData, ObjectiveError, ObjectiveInputs
 from replay.objective.objective import Formula, Need
 from replay.options.spec import ObjectiveSpec
 
@@ -31,7 +31,7 @@ def compute_recorded_loss(inputs: ObjectiveInputs, spec: ObjectiveSpec) -> Tenso
     return torch.where(inputs.action_mask_BA, weights_BA * inputs.log_probs_BA, 0.0).sum()
 
 
-def list_recorded_needs(recorded: RecordedForObjective, spec: ObjectiveSpec) -> Iterable[Need]:
+def list_recorded_needs(recorded: ObjectiveData, spec: ObjectiveSpec) -> Iterable[Need]:
     advice = "a recording has them where the job computes its loss from logits that the model returns"
     return [Need(names=(name,), or_else=advice) for name in (LOSS_TARGETS, LOSS_GRADIENTS)]
 

@@ -31,13 +31,13 @@ class RunLimits:
     """Limits of the runs that one command starts.
 
     run_limit_seconds  for one run
-    total_seconds    for the command: no run is started after them, and those that run go on; None: no limit
-    max_parallel     processes on each GPU at the same time, or runs on a CPU; None: one run at a time
+    total_seconds      for the command: no run is started after them, and those that run go on; None: no limit
+    at_once            processes on each GPU at the same time, or runs on a CPU; None: one run at a time
     """
 
     run_limit_seconds: float
     total_seconds: float | None
-    max_parallel: int | None
+    at_once: int | None
 
     def compute_start_deadline(self) -> float:
         """Return the time, by `time.monotonic`, after which a command that begins now starts no run."""

@@ -46,7 +46,7 @@ class TokenLogProb:
     recorded: float | None
 
 
-def write(
+def write_token_log_probs(
     folder: Path, index: int, rank: int, log_probs: Sequence[float | None], places: TokenPlaces | None = None
 ) -> None:
     """Write the log-probs of a pass, row by row; None stands for tokens that are no action tokens."""
@@ -70,7 +70,7 @@ def path_of(folder: Path, index: int, rank: int) -> Path:
 
 
 def read(folder: Path, index: int, rank: int) -> Tensor:
-    """Read the log-probs that `write` wrote, [N] fp32. Raises UsageError if they are missing or damaged."""
+    """Read what `write_token_log_probs` wrote, [N] fp32. Raises UsageError if they are missing or damaged."""
     [values_N] = _read(folder, index, rank, (_NAME,))
     return values_N
 

@@ -17,7 +17,7 @@ from actor_init.weights import OnProgress, ignore_progress
 from actor_init.world import World
 from capture.file_format.capture_file import CapturedCall, read_call
 from capture.file_format.micro_batch import MicroBatch, with_rows_reversed
-from replay.objective.inputs import ObjectiveInputs, RecordedForObjective
+from replay.objective.inputs import ObjectiveData, ObjectiveInputs
 from replay.objective.objective import (
     LogProbWeights,
     Objective,
@@ -30,8 +30,8 @@ from replay.options.resolved import ResolvedReplay
 from replay.options.spec import WindowWeights
 from replay.output.text import join_lines
 from replay.resolution.windows import InputRound
-from replay.runlog import token_log_probs as token_log_prob_file
 from replay.runlog.records import InputSection, PassRecord, ResultSection
+from replay.runlog.token_log_probs import TokenPlaces, write_token_log_probs
 from replay.runner.accumulation_window import AccumulationWindow
 from replay.runner.checkpoint import digest_inputs
 from replay.runner.first_uses import ExpectedTimes, record_second_run
@@ -376,7 +376,7 @@ class Replayer:
             weights_before_pass=weights_before_pass,
         )
         if self.details_folder is not None:
-            token_log_prob_file.write(
+            write_token_log_probs(
                 self.details_folder,
                 record.index,
                 record.rank,
@@ -434,7 +434,7 @@ class Replayer:
         window_end = WindowEnd.NONE
         if self.window.ends_with_next_pass(runs_backward=runs_backward):
             window_end = WindowEnd.INCOMPLETE if self.window.is_incomplete else WindowEnd.WHOLE
-        objective_data = self._read_recorded_for_objective(captured_call, batch)
+        objective_data = self._read_objective_data(captured_call, batch)
         fed_batch = with_rows_reversed(batch) if has_reversed_rows else batch
         actor_inputs = prepare_actor_inputs(fed_batch, self.spec.actor, self.model_source, self.world)
         actor_inputs = replace(
@@ -467,20 +467,18 @@ class Replayer:
             router_loss_term=router_loss_term,
         )
 
-    def _read_recorded_for_objective(
-        self, captured_call: CapturedCall, batch: MicroBatch
-    ) -> RecordedForObjective | None:
+    def _read_objective_data(self, captured_call: CapturedCall, batch: MicroBatch) -> ObjectiveData | None:
         """Return what the job's objective is computed from; None without an objective.
 
         Raises ObjectiveError if the capture lacks what the objective needs.
         """
         if self._objective is None:
             return None
-        objective_data = RecordedForObjective.collect(captured_call, batch)
+        objective_data = ObjectiveData.collect(captured_call, batch)
         self._objective.check(objective_data)
         return objective_data
 
-    def _choose_loss_weight(self, index: int, objective_data: RecordedForObjective | None) -> float:
+    def _choose_loss_weight(self, index: int, objective_data: ObjectiveData | None) -> float:
         """Return the factor on the pass's loss, which the backend divides by window passes x data ranks."""
         num_window_passes = self.window.size * self.world.num_data_ranks
         if objective_data is not None:
@@ -496,7 +494,7 @@ class Replayer:
         return self.window.find_job_weight(index, self.world.data_rank)
 
     def _make_objective_loss(
-        self, actor_inputs: ActorInputs, objective_data: RecordedForObjective
+        self, actor_inputs: ActorInputs, objective_data: ObjectiveData
     ) -> Callable[[Tensor], Tensor]:
         """Return the loss of the pass as a function of its log-probs, whose rows may be reversed."""
         assert self._objective is not None
@@ -553,7 +551,7 @@ class Replayer:
         return token_log_probs, list_action_log_probs(outcome.log_probs_BA, action_mask_BA, is_reversed=is_reversed)
 
 
-def _locate_tokens(captured_call: CapturedCall, batch: MicroBatch) -> token_log_prob_file.TokenPlaces:
+def _locate_tokens(captured_call: CapturedCall, batch: MicroBatch) -> TokenPlaces:
     """Return where the log-probs of a pass stand in its rows, and what the job recorded of the same tokens."""
     are_input_tokens_BA, first_column = find_targets_equal_to_input_tokens(batch)
     are_input_tokens = are_input_tokens_BA.tolist()
@@ -562,7 +560,7 @@ def _locate_tokens(captured_call: CapturedCall, batch: MicroBatch) -> token_log_
         for (row, column), value in read_recorded_log_probs(captured_call, batch).items()
         if column >= first_column and are_input_tokens[row][column - first_column]
     }
-    return token_log_prob_file.TokenPlaces(num_rows=batch.num_rows, first_column=first_column, recorded=recorded)
+    return TokenPlaces(num_rows=batch.num_rows, first_column=first_column, recorded=recorded)
 
 
 def _has_output_of_every_token(captured_call: CapturedCall) -> bool:

@@ -12,7 +12,7 @@ from actor_init.world import World, compute_on_rank0, try_on_all_ranks
 from capture.facts import Setting
 from capture.file_format.capture_file import CapturedCall
 from capture.file_format.micro_batch import CaptureError
-from replay.objective.inputs import ObjectiveError, RecordedForObjective
+from replay.objective.inputs import ObjectiveData, ObjectiveError
 from replay.objective.objective import Objective, padding_may_predict_label
 from replay.options.resolved import ChosenBy, ResolvedReplay
 from replay.options.spec import ReplaySpec, is_objective
@@ -238,7 +238,7 @@ def _open_objective(spec: ReplaySpec, first_call: CapturedCall | None) -> Object
     if objective is None or first_call is None:
         return objective
     try:
-        objective.check(RecordedForObjective.collect(first_call, first_call.micro_batch()))
+        objective.check(ObjectiveData.collect(first_call, first_call.micro_batch()))
     except (ObjectiveError, CaptureError) as error:
         raise UsageError(Setting("loss", objective.loss), f": {error.text}") from error
     return objective

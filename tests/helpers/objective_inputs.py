@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from replay.objective.inputs import ObjectiveInputs, RecordedForObjective
+from replay.objective.inputs import ObjectiveData, ObjectiveInputs
 
 BOUND = 1e-5  # fp32 sums in another order
 ROWS, ACTIONS = 4, 7
@@ -29,7 +29,7 @@ def made(seed: int = 0, **others: Tensor) -> ObjectiveInputs:
         "old_log_probs": log_probs_BA.detach() + drawn(-0.7, 0.7),
         "ref_log_probs": log_probs_BA.detach() + drawn(-1, 1),
     }
-    recorded = RecordedForObjective(
+    recorded = ObjectiveData(
         tensors=tensors | others,
         numbers={},
         left_out={},

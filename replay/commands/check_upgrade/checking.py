@@ -78,7 +78,7 @@ def check(spec: ReplaySpec, pythons: Sequence[str], *, run_limit: float = RUN_SE
         arguments=words,
         machine=Machine.detect(),
     )
-    campaign.open(ThisMachine(), RunLimits(run_limit_seconds=run_limit, total_seconds=None, max_parallel=None))
+    campaign.open(ThisMachine(), RunLimits(run_limit_seconds=run_limit, total_seconds=None, at_once=None))
     runs = [_replay(campaign, name, environment, screen) for name, environment in zip(NAMES, environments, strict=True)]
     result = _compare(UpgradeCheck(command=campaign.command_line, folder=campaign.folder.absolute(), runs=runs))
     if not all(quantity.agrees for quantity in result.quantities):

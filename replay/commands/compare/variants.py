@@ -68,7 +68,7 @@ def replay_variants(log: Path, words: Sequence[str]) -> list[Path]:
         arguments=[str(log), *words],
         machine=Machine.detect(),
     )
-    campaign.open(ThisMachine(), RunLimits(run_limit_seconds=RUN_SECONDS, total_seconds=None, max_parallel=None))
+    campaign.open(ThisMachine(), RunLimits(run_limit_seconds=RUN_SECONDS, total_seconds=None, at_once=None))
     out = open_console(sys.stderr)
     folders: list[Path] = []
     with catch_interruption() as interruption:

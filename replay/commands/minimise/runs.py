@@ -182,7 +182,7 @@ def _list_sources(selections: Sequence[Selection]) -> list[Path]:
 
 def _run(campaign: Campaign[MinimisePlan], screen: IO[str]) -> MinimiseResult:
     campaign.open(
-        ThisMachine(), RunLimits(run_limit_seconds=campaign.plan.limits.run, total_seconds=None, max_parallel=None)
+        ThisMachine(), RunLimits(run_limit_seconds=campaign.plan.limits.run, total_seconds=None, at_once=None)
     )
     log = MinimiseLog(campaign=campaign)
     console = MinimiseConsole(log, screen)

@@ -38,7 +38,7 @@ from replay.commands.mismatch.statistics import (
     find_worst_tokens,
     measure_mismatch,
 )
-from replay.objective.inputs import ObjectiveError, ObjectiveInputs, RecordedForObjective
+from replay.objective.inputs import ObjectiveData, ObjectiveError, ObjectiveInputs
 from replay.objective.objective import compute_negated_mean
 from replay.options.declarations.tensor_names import ROLLOUT_LOG_PROBS
 from replay.options.needed_tensors import explain_missing
@@ -220,14 +220,14 @@ def mismatch_in_world(
     return MismatchResult.from_report(report, folder)
 
 
-def _read_input(path: Path, source: ModelSource) -> tuple[MicroBatch, RecordedForObjective]:
+def _read_input(path: Path, source: ModelSource) -> tuple[MicroBatch, ObjectiveData]:
     """Read a capture. Raises UsageError if it cannot be read, or lacks the rollout's log-probs."""
     try:
         call = read_call(path)
         batch = add_model_positions(with_shift_labels_as_labels(call.micro_batch()), source.config)
     except CaptureError as error:
         raise UsageError(*error.args) from error
-    recorded = RecordedForObjective.collect(call, batch)
+    recorded = ObjectiveData.collect(call, batch)
     if not any(name in recorded.tensors for name in ROLLOUT_LOG_PROBS):
         raise UsageError(explain_missing(recorded, ROLLOUT_LOG_PROBS))
     if not recorded.has_action_mask:
@@ -244,7 +244,7 @@ def _replay_forwards(
     source: ModelSource,
     world: World,
     tracker: Tracker,
-    batches: Sequence[tuple[MicroBatch, RecordedForObjective]],
+    batches: Sequence[tuple[MicroBatch, ObjectiveData]],
 ) -> tuple[MismatchCell, list[ActionTokens]]:
     """Replay the forwards under one dtype and kernel. All ranks must call this."""
     backend = open_backend(spec.actor, source, world, lambda _: tracker.report_progress())
@@ -280,7 +280,7 @@ def _run_forward(
     world: World,
     tracker: Tracker,
     batch: MicroBatch,
-    recorded: RecordedForObjective,
+    recorded: ObjectiveData,
 ) -> ActionTokens:
     """Run one forward, and put its log-probs beside the rollout's."""
     tracker.begin_pass(tracker.position.index + 1, batch.origin.source)

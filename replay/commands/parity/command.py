@@ -58,7 +58,7 @@ def parity(
     an option that the matrix varies, they select runs with that value. Exit code 0: all equal or within noise; 1:
     one differs or failed; 2: nothing can run, with the reason.
     """
-    limits = RunLimits(run_limit_seconds=run_limit, total_seconds=time_limit, max_parallel=at_once)
+    limits = RunLimits(run_limit_seconds=run_limit, total_seconds=time_limit, at_once=at_once)
     if continue_ is not None:
         typed = {"matrix": matrix, "processes": processes, "python": python, **given}
         return make_continue_action("parity", continue_, typed, limits, trace=first_difference, ray=ray, as_json=json)

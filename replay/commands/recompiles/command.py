@@ -62,7 +62,7 @@ def recompiles(
     1.
     """
     own_options = {"policies": policies, "buckets": buckets, "multiple": multiple, "num_passes": num_passes}
-    limits = RunLimits(run_limit_seconds=run_limit, total_seconds=None, max_parallel=None)
+    limits = RunLimits(run_limit_seconds=run_limit, total_seconds=None, at_once=None)
     if continue_ is not None:
         return make_continue_action("recompiles", continue_, {**own_options, **given}, limits, as_json=json)
     words = list(NAMES) if policies is None else [word.strip() for word in policies.split(",")]

@@ -48,7 +48,7 @@ def scan(
     Each group has its own processes, so one that fails or hangs ends no other. Exit code 0: every pass was
     replayed, and none differs from the job; 1: one failed or differs.
     """
-    limits = RunLimits(run_limit_seconds=run_limit, total_seconds=time_limit, max_parallel=at_once)
+    limits = RunLimits(run_limit_seconds=run_limit, total_seconds=time_limit, at_once=at_once)
     if continue_ is not None:
         return make_continue_action("scan", continue_, {"group": group, **given}, limits, ray, as_json=json)
     spec = build_replay_spec(given)

@@ -429,7 +429,7 @@ def resume(folder: Path, ray: RayOptions | None, plot: Path | None, screen: IO[s
 
 
 def _run(suite: Suite, executor: Executor, plot: Path | None, screen: IO[str]) -> SuiteResult:
-    limits = RunLimits(run_limit_seconds=suite.spec.run_limit, total_seconds=None, max_parallel=None)
+    limits = RunLimits(run_limit_seconds=suite.spec.run_limit, total_seconds=None, at_once=None)
     suite.campaign.open(executor, limits, storage=suite.storage)
     console = SuiteConsole(suite, screen)
     curves = suite.curves

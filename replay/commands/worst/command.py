@@ -59,7 +59,7 @@ def worst(
     were off on inputs that they were not made from. Exit code 0: all fit; 1: one does not, a pass failed, or
     --check found an error above 5 % of a peak or 10 % of a time.
     """
-    limits = RunLimits(run_limit_seconds=run_limit, total_seconds=None, max_parallel=None)
+    limits = RunLimits(run_limit_seconds=run_limit, total_seconds=None, at_once=None)
     if continue_ is not None:
         typed_options = {
             "measured": measured,

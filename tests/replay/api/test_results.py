@@ -112,7 +112,7 @@ def test_tokens_are_those_that_a_trace_kept(tmp_path: Path) -> None:
         open_run(folder).tokens()
     places = TokenPlaces(num_rows=2, first_column=5, recorded={(0, 5): -1.5, (1, 6): -2.25})
     for index in range(2):
-        token_log_probs.write(folder, index, 0, [-1.0, None, -3.0, -2.0], places)
+        token_log_probs.write_token_log_probs(folder, index, 0, [-1.0, None, -3.0, -2.0], places)
     tokens = open_run(folder).tokens()
     assert list(tokens.number) == [1, 1, 1, 2, 2, 2]
     assert list(zip(tokens.row, tokens.column, tokens.log_prob, strict=True))[:3] == [
@@ -276,7 +276,7 @@ def test_a_run_is_found_again_from_another_working_folder(tmp_path: Path, monkey
 def test_a_log_prob_that_is_no_number_is_the_worst(tmp_path: Path) -> None:
     folder = write_log(tmp_path / "log", [passed(0, "x")])
     places = TokenPlaces(num_rows=1, first_column=0, recorded={(0, column): -1.0 for column in range(4)})
-    token_log_probs.write(folder, 0, 0, [-1.0, math.nan, -3.0, -2.0], places)
+    token_log_probs.write_token_log_probs(folder, 0, 0, [-1.0, math.nan, -3.0, -2.0], places)
     assert list(open_run(folder).tokens(worst=3).column) == [1, 2, 3]
     with pytest.raises(replay.UsageError, match="worst=-1 is not allowed"):
         open_run(folder).tokens(worst=-1)

@@ -15,7 +15,7 @@ from replay.campaign.executor import ThisMachine
 from replay.options.spec import ReplaySpec
 from replay.processes.pool import Machine, ProcessResult, RunLimits, Task
 
-LIMITS = RunLimits(run_limit_seconds=9.0, total_seconds=None, max_parallel=None)
+LIMITS = RunLimits(run_limit_seconds=9.0, total_seconds=None, at_once=None)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

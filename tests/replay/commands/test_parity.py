@@ -88,7 +88,7 @@ class Runs:
             folder = write_log(task.logs / "run", records, spec=spec, work=config)
             for record in records:
                 gradient_sketches.write(folder, record.index, [("norm", torch.ones(8))], ALONE)
-                token_log_probs.write(folder, record.index, record.rank, [-1.0, -2.0])
+                token_log_probs.write_token_log_probs(folder, record.index, record.rank, [-1.0, -2.0])
         code = 0 if isinstance(told, float) else {"refused": 2, "late": None}.get(told.partition(":")[0], -9)
         return ProcessResult(exit_code=code, seconds=1.5, output=task.output, logs=task.logs)
 

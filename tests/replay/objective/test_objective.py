@@ -14,7 +14,7 @@ from torch import Tensor
 from actor_init.inputs.documents import KeptLogits
 from actor_init.spec import UsageError
 from replay.objective.dpo import compute_dpo_loss
-from replay.objective.inputs import ObjectiveError, ObjectiveInputs, RecordedForObjective
+from replay.objective.inputs import ObjectiveData, ObjectiveError, ObjectiveInputs
 from replay.objective.objective import Objective, measure_log_prob_weights
 from replay.objective.policy import compute_policy_loss
 from replay.options.option_parsing import build_replay_spec, format_error_with_flags
@@ -81,7 +81,7 @@ def test_a_window_of_tokens_counts_all_ranks_passes() -> None:
     recorded = ObjectiveInputs(
         log_probs_BA=inputs.log_probs_BA,
         action_mask_BA=inputs.action_mask_BA,
-        recorded=RecordedForObjective(**{**fields_of(inputs.recorded), "num_job_ranks": 2}),
+        recorded=ObjectiveData(**{**fields_of(inputs.recorded), "num_job_ranks": 2}),
         num_window_tokens=100,
         num_window_passes=4,
     )
@@ -156,7 +156,7 @@ def test_sequences_of_a_packed_row_are_its_documents() -> None:
     packed = ObjectiveInputs(
         log_probs_BA=inputs.log_probs_BA.reshape(1, -1),
         action_mask_BA=inputs.action_mask_BA.reshape(1, -1),
-        recorded=RecordedForObjective(
+        recorded=ObjectiveData(
             **{
                 **fields_of(rows),
                 "tensors": {name: tensor.reshape(1, -1) for name, tensor in rows.tensors.items()},
@@ -214,7 +214,7 @@ def test_padding_that_is_not_finite_leaves_the_loss_alone() -> None:
 
 def test_what_is_missing_is_named() -> None:
     inputs = made()
-    lacks = RecordedForObjective(**{**fields_of(inputs.recorded), "tensors": {"input_ids": torch.zeros(1)}})
+    lacks = ObjectiveData(**{**fields_of(inputs.recorded), "tensors": {"input_ids": torch.zeros(1)}})
     policy = Objective.open(build_replay_spec({"loss": "policy"}))
     dpo = Objective.open(build_replay_spec({"loss": "dpo"}))
     assert policy is not None
@@ -225,20 +225,20 @@ def test_what_is_missing_is_named() -> None:
         policy.check(lacks)
     with pytest.raises(ObjectiveError, match="no ref_log_probs in this capture"):
         dpo.check(lacks)
-    refused = RecordedForObjective(**{**fields_of(lacks), "left_out": {"advantages": "noted with shape [3]"}})
+    refused = ObjectiveData(**{**fields_of(lacks), "left_out": {"advantages": "noted with shape [3]"}})
     with pytest.raises(ObjectiveError, match=r"advantages was noted with shape \[3\]"):
         policy.check(refused)
     by_divisor = Objective.open(build_replay_spec({"loss": "policy", "reduction": "divisor"}))
     assert by_divisor is not None
     with pytest.raises(ObjectiveError, match=r"no divisor in this capture, .*; or divisor='X'"):
         by_divisor.check(inputs.recorded)
-    by_divisor.check(RecordedForObjective(**{**fields_of(inputs.recorded), "numbers": {"divisor": 16.0}}))
+    by_divisor.check(ObjectiveData(**{**fields_of(inputs.recorded), "numbers": {"divisor": 16.0}}))
     with pytest.raises(ObjectiveError, match="no action mask, no labels"):
-        policy.check(RecordedForObjective(**{**fields_of(inputs.recorded), "has_action_mask": False}))
+        policy.check(ObjectiveData(**{**fields_of(inputs.recorded), "has_action_mask": False}))
     with pytest.raises(ObjectiveError, match="3 sequences are no pairs"):
         compute_dpo_loss(
             ObjectiveInputs(
-                **{**fields_of(inputs), "recorded": RecordedForObjective(**{**fields_of(lacks), "num_sequences": 3})}
+                **{**fields_of(inputs), "recorded": ObjectiveData(**{**fields_of(lacks), "num_sequences": 3})}
             ),
             ObjectiveSpec(),
         )

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from replay.objective.dpo import compute_dpo_loss
-from replay.objective.inputs import ObjectiveInputs, RecordedForObjective
+from replay.objective.inputs import ObjectiveData, ObjectiveInputs
 from replay.objective.policy import compute_policy_loss, estimate_divergence
 from replay.options.spec import KlEstimator, ObjectiveSpec, Reduction
 from tests.helpers.objective_inputs import ACTIONS, BOUND, ROWS, agree, fields_of, made
@@ -134,7 +134,7 @@ def test_trls_dpo_has_the_same_loss() -> None:
 
 
 def replace_tensors(inputs: ObjectiveInputs, noted: dict[str, Tensor]) -> ObjectiveInputs:
-    recorded = RecordedForObjective(**{**fields_of(inputs.recorded), "tensors": noted})
+    recorded = ObjectiveData(**{**fields_of(inputs.recorded), "tensors": noted})
     return ObjectiveInputs(**{**fields_of(inputs), "recorded": recorded})
 
 

@@ -10,7 +10,7 @@ import pytest
 from actor_init.spec import UsageError
 from capture.file_format.capture_file import read_call
 from capture.file_format.listing import list_single_pass_files
-from replay.objective.inputs import RecordedForObjective
+from replay.objective.inputs import ObjectiveData
 from replay.objective.objective import Objective
 from replay.options.declarations import OBJECTIVES
 from replay.options.needed_tensors import check_objective_needs, find_lack
@@ -40,7 +40,7 @@ def test_an_objective_is_refused_in_the_words_of_its_formula(loss: str, bare: Pa
     with pytest.raises(UsageError) as early:
         check_objective_needs(spec.measure.loss, spec.inputs)
     call = read_call(list_single_pass_files(bare)[0])
-    recorded = replace(RecordedForObjective.collect(call, call.micro_batch()), has_action_mask=True)
+    recorded = replace(ObjectiveData.collect(call, call.micro_batch()), has_action_mask=True)
     objective = Objective.open(spec)
     assert objective is not None
     with pytest.raises(Exception) as late:  # noqa: PT011

@@ -13,7 +13,7 @@ from replay.agreement.noise_floor import CellResult, MatrixJudge
 from replay.options.option_parsing import build_replay_spec
 from replay.options.spec import MeasureSpec
 from replay.runlog.gradient_sketches import LEAST_SHARE, ParameterDistance, compare, make_row, read, write
-from replay.runlog.token_log_probs import write as keep_log_probs
+from replay.runlog.token_log_probs import write_token_log_probs
 from tests.helpers.made_logs import passed
 from tests.helpers.parity_rows import Made
 
@@ -106,7 +106,7 @@ def test_parity_names_the_parameter_whose_gradient_differs_where_nothing_else_do
             q_proj = random(32, 32, seed=index)
             own = {"o_proj": random(8, 8), "q_proj": q_proj.T.contiguous() if name == "cell" else q_proj}
             write(folder, index, own.items(), alone)
-            keep_log_probs(folder, index, 0, [-1.0, None, -2.0])
+            write_token_log_probs(folder, index, 0, [-1.0, None, -2.0])
     judged = MatrixJudge().judge(made.rows).cells
     assert judged["clean"].result is CellResult.EQUAL
     assert (judged["cell"].result, judged["cell"].deciding) == (CellResult.DIFFERS, ["gradients"])
@@ -131,7 +131,7 @@ def test_parity_finds_a_token_that_is_off_by_five_times_the_noise_floor(
         if name == "cell":
             values[1, 17] = right[1, 17] + 5 * floor
         for index in range(2):
-            keep_log_probs(folder, index, 0, [None, *values[index].tolist()])
+            write_token_log_probs(folder, index, 0, [None, *values[index].tolist()])
             write(folder, index, [("w", random(4, 4))], alone)
     judged = MatrixJudge().judge(made.rows).cells
     assert judged["clean"].result is CellResult.WITHIN_NOISE
