@@ -109,6 +109,7 @@ def _replay(job: ChildJob, *, typed: Sequence[str], show_traceback: bool, explai
     # Going through what is imported takes the collector a fifth of the time of importing it. The runner enables it
     # again once the actor is open.
     gc.disable()
+    is_frozen = gc.get_freeze_count() > 0
     try:
         if explains:
             from replay.runner.run import explain
@@ -116,11 +117,14 @@ def _replay(job: ChildJob, *, typed: Sequence[str], show_traceback: bool, explai
             return explain(spec)
         from replay.api.here import run_here
 
-        # What was imported stays, so no collection has to go through it: each would take a third of a second.
-        gc.freeze()
+        # What was imported stays, so no collection has to go through it: each would take a third of a second. A host that
+        # has frozen its own keeps it so: `unfreeze` knows no difference.
+        if not is_frozen:
+            gc.freeze()
         return run_here(spec, show_traceback=show_traceback, as_json=as_json).exit_code
     finally:
-        gc.unfreeze()
+        if not is_frozen:
+            gc.unfreeze()
         gc.enable()
 
 
