@@ -196,19 +196,28 @@ class ModelVectors:
 
     def __init__(self, config: PretrainedConfig) -> None:
         self._config = config
+        # The actor is filled from it, and the job's samples are compared with it.
+        self._vectors: dict[str, Tensor] = {}
 
     @cached_property
     def _model(self) -> PreTrainedModel:
         build = build_on_meta if INIT_FILLS_BUFFERS else build_with_values
         return build(self._config, attention="eager", dtype=torch.float32)
 
-    @torch.no_grad()
     def make_vector(self, name: str) -> Tensor:
+        if name not in self._vectors:
+            self._vectors[name] = self._run_init(name)
+        return self._vectors[name]
+
+    @torch.no_grad()
+    def _run_init(self, name: str) -> Tensor:
         module_name, _, parameter_name = name.rpartition(".")
         module = self._model.get_submodule(module_name)
         vectors = {key: parameter for key, parameter in module.named_parameters(recurse=False) if parameter.ndim < 2}
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(int.from_bytes(hashlib.sha256(module_name.encode()).digest()[:7], "little"))
+            # `torch.manual_seed` would seed the GPUs too, and note its callers for each kind of GPU that is not in use.
+            seed = int.from_bytes(hashlib.sha256(module_name.encode()).digest()[:7], "little")
+            torch.default_generator.manual_seed(seed)
             for key, parameter in vectors.items():
                 values = torch.zeros_like(parameter, device="cpu") if parameter.is_meta else parameter.clone()
                 setattr(module, key, nn.Parameter(values))

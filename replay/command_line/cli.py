@@ -117,8 +117,8 @@ def _replay(job: ChildJob, *, typed: Sequence[str], show_traceback: bool, explai
             return explain(spec)
         from replay.api.here import run_here
 
-        # What was imported stays, so no collection has to go through it: each would take a third of a second. A host that
-        # has frozen its own keeps it so: `unfreeze` knows no difference.
+        # What was imported stays, so no collection has to go through it: each would take a third of a second. What a
+        # host has frozen stays frozen: `unfreeze` knows no difference.
         if not is_frozen:
             gc.freeze()
         return run_here(spec, show_traceback=show_traceback, as_json=as_json).exit_code

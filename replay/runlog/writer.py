@@ -14,6 +14,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from itertools import count
 from pathlib import Path
@@ -60,12 +61,16 @@ def note_log(interruption: KeyboardInterrupt, folder: Path) -> None:
 def list_versions() -> dict[str, str | None]:
     """Return the versions of python and of every package that affects results; None if one is not installed."""
     versions_by_name: dict[str, str | None] = {"python": platform.python_version()}
-    for package in PACKAGES:
-        try:
-            versions_by_name[package] = version(package)
-        except PackageNotFoundError:
-            versions_by_name[package] = None
-    return versions_by_name
+    return versions_by_name | {package: _find_version(package) for package in PACKAGES}
+
+
+@cache
+def _find_version(package: str) -> str | None:
+    """Return a package's version, or None if it is not installed; to look for one goes through all installed ones."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
 
 
 def refuse_other_versions(previous: Mapping[str, str | None], folder: Path) -> None:
