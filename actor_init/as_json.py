@@ -17,7 +17,7 @@ from dataclasses import fields, is_dataclass
 from types import UnionType
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from actor_init.option_words import UsageError
+from actor_init.option_values import UsageError
 
 if TYPE_CHECKING:
     from pydantic import TypeAdapter, ValidationError

@@ -8,7 +8,7 @@ import torch._dynamo.config
 from torch import nn
 from torch._dynamo.utils import counters
 
-from actor_init.option_words import Compile, CompileLengths, UsageError
+from actor_init.option_values import Compile, CompileLengths, UsageError
 from capture.facts import Setting
 
 # Dynamo's names of all arguments of a block's forward, except self; those of a loss begin with `loss_`. What is inside

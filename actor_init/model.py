@@ -43,7 +43,7 @@ from actor_init.model_config import (
 from actor_init.model_form import HeadForm, Layout
 from actor_init.optimizer import TORCH_DTYPES
 from actor_init.optimizers.state_loading import AssignedState
-from actor_init.option_words import PRESET_NAMES, PRESETS
+from actor_init.option_values import PRESET_NAMES, PRESETS
 from actor_init.spec import ActorSpec, UsageError
 from actor_init.weights import (
     INIT_FILLS_BUFFERS,

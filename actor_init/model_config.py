@@ -14,7 +14,7 @@ from transformers import (
     PretrainedConfig,
 )
 
-from actor_init.option_words import MODEL_ADVICE
+from actor_init.option_values import MODEL_ADVICE
 from actor_init.spec import UsageError
 from capture.facts import Setting
 from capture.file_format.actor_config import read_actor_config

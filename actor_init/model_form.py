@@ -7,7 +7,7 @@ from enum import StrEnum
 import torch
 from torch import Tensor
 
-from actor_init.option_words import CompileLengths, Head
+from actor_init.option_values import CompileLengths, Head
 
 # Functions that take each logit by itself, and plain numbers.
 FUNCTIONS: Mapping[str, Callable[..., Tensor]] = {

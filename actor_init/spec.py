@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
 
-from actor_init.declarations.attention import KERNELS, WORDS, find_kernel
+from actor_init.declarations.attention import ATTENTION_VALUES, KERNELS, find_kernel
 from actor_init.declarations.attention.declaration import AttentionKernel
 from actor_init.declarations.backends import BACKENDS, DEFAULT, find_backend_declaration, find_backends
 from actor_init.declarations.backends.declaration import BackendDeclaration
@@ -14,9 +14,9 @@ from actor_init.declarations.optimizers import (
     OPTIMIZERS,
     find_optimizer,
     find_optimizers_with,
-    list_optimizer_words,
+    list_optimizer_values,
 )
-from actor_init.option_words import (
+from actor_init.option_values import (
     Attention,
     Compile,
     CompileLengths,
@@ -92,25 +92,25 @@ def _sequence_parallel_help() -> str:
 
 
 def _optimizer_help() -> str:
-    sentences = [f"{word}: {family.help}." for word, family in OPTIMIZERS.items() if family.help]
+    sentences = [f"{value}: {family.help}." for value, family in OPTIMIZERS.items() if family.help]
     none = "none keeps weights and gradients in the compute dtype, without master weights."
     auto = "auto: the job's where its steps are followed (--step), else adamw."
     return " ".join([auto, *sentences, none, "FILE.py:function: your own (docs/replay.md)."])
 
 
 def _list_optimizer_forms() -> str:
-    return "|".join([OptimizerName.AUTO, *list_optimizer_words(), "FILE.py:function"])
+    return "|".join([OptimizerName.AUTO, *list_optimizer_values(), "FILE.py:function"])
 
 
 def _setting_help(name: str) -> str:
     """Return the families that an option is a setting of, and what each takes where it is not given."""
-    words: dict[str, list[str]] = {}
-    for word in find_optimizers_with(name):
-        for setting in find_optimizer(word).settings:
+    owners_by_default: dict[str, list[str]] = {}
+    for owner in find_optimizers_with(name):
+        for setting in find_optimizer(owner).settings:
             if name in setting.options:
                 default = setting.default[setting.options.index(name)] if setting.options[1:] else setting.default
-                words.setdefault("none" if default is None else f"{default:g}", []).append(word)
-    defaults = "; ".join(f"{default} for {', '.join(owners)}" for default, owners in words.items())
+                owners_by_default.setdefault("none" if default is None else f"{default:g}", []).append(owner)
+    defaults = "; ".join(f"{default} for {', '.join(owners)}" for default, owners in owners_by_default.items())
     return f"Default: the job's in each step, as --learning-rate; else {defaults}."
 
 
@@ -212,7 +212,7 @@ class ActorSpec:
         "installed, torch's varlen for packed rows, and cuDNN for a row of one document of 4,096 tokens or more; else, "
         "and in fp32, sdpa. With --ring: ring-flash-attn, else sdpa over gathered keys.",
         flags={"--flash-attn": Attention.FLASH, "--no-flash-attn": Attention.SDPA},
-        choices=WORDS,
+        choices=ATTENTION_VALUES,
         brief="Attention kernel. auto: the job's.",
     )
     head: Head = option(
@@ -394,7 +394,7 @@ class ActorSpec:
             advice = f"Try: {ring} {PACKED}, or {PADDED} without {Setting('ring')}"
             raise UsageError(ring, f"slices packed rows, and {PADDED} leaves none", advice)
         if kernel is not None and kernel.slices is None:
-            first, *others = (other.word for other in KERNELS.values() if other.slices is not None)
+            first, *others = (other.option_value for other in KERNELS.values() if other.slices is not None)
             advice = f"Try: {', or '.join([f'{ring} {attention.with_value(first)}', *others])}"
             raise UsageError(attention, "has no ring", advice)
 
@@ -441,14 +441,14 @@ class ActorSpec:
             raise UsageError(setting, why)
 
     def _refuse_unknown_optimizer(self) -> None:
-        words = list_optimizer_words()
-        if self.optimizer in (OptimizerName.AUTO, *words) or self.custom_optimizer is not None:
+        values = list_optimizer_values()
+        if self.optimizer in (OptimizerName.AUTO, *values) or self.custom_optimizer is not None:
             return
         optimizer = Setting("optimizer", self.optimizer)
         if self.optimizer.endswith((".py", ".py:")):
             advice = f"Try: {optimizer.with_value(self.optimizer.removesuffix(':') + ':FUNCTION')}"
             raise UsageError(optimizer, "names no function", advice)
-        advice = f"Give one of {', '.join(words)}, or FILE.py:function"
+        advice = f"Give one of {', '.join(values)}, or FILE.py:function"
         raise UsageError.not_allowed("optimizer", self.optimizer, advice)
 
     def _refuse_foreign_settings(self) -> None:

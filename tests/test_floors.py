@@ -29,7 +29,7 @@ ROOMS = {
         ("", "__main__"),
     ),
     "actor_init": (
-        ("option_words", "checkpoint_names", "name_hash", "presets"),
+        ("option_values", "checkpoint_names", "name_hash", "presets"),
         (
             "declarations",
             "as_json",
@@ -97,7 +97,7 @@ OPTIONAL = {  # in capture
 }
 HEAVY = ("torch", "transformers", "deepspeed", "pydantic", "pydantic_core")
 LIGHT = (
-    *("actor_init/option_words.py", "actor_init/as_json.py"),
+    *("actor_init/option_values.py", "actor_init/as_json.py"),
     *(str(path.relative_to(ROOT)) for path in sorted((ROOT / "actor_init" / "declarations").rglob("*.py"))),
     *(str(path.relative_to(ROOT)) for path in sorted((ROOT / "replay" / "options" / "declarations").rglob("*.py"))),
     *(

@@ -154,7 +154,7 @@ def _compute_with_gradients(attention: Any, inputs: list[Tensor], upstream: Tens
 
 def choose_plain_kernel(config: PretrainedConfig) -> str:
     """Choose the kernel that every device has: sdpa, or eager for a model without sdpa; auto for a user's model."""
-    return Attention.AUTO if isinstance(config, CustomConfig) else _choose_plain(config).word
+    return Attention.AUTO if isinstance(config, CustomConfig) else _choose_plain(config).option_value
 
 
 def _choose_plain(config: PretrainedConfig | None) -> AttentionKernel:
@@ -173,7 +173,7 @@ def choose_kernel(spec: ActorSpec, where: device, config: PretrainedConfig | Non
         return _choose_ring_kernel(spec, where, config)
     is_chosen = spec.attention == Attention.AUTO
     kernel = _choose_fastest(spec, where, config) if is_chosen else find_kernel(spec.attention)
-    if lack := find_kernel_obstacle(kernel.word, where, spec.dtype):
+    if lack := find_kernel_obstacle(kernel.option_value, where, spec.dtype):
         raise UsageError(f"{lack.text}. Try: {lack.advice}")
     if config is not None and (find_obstacle := kernel.find_obstacle(config)):
         raise UsageError(find_obstacle)
@@ -201,9 +201,9 @@ def choose_kernel_on_all_ranks(spec: ActorSpec, world: World, config: Pretrained
 
 
 def choose_default_kernel(where: device) -> str:
-    """Choose the word for the kernel that `--attention auto` selects for documents on device `where`."""
+    """Choose the value of --attention that `auto` stands for, with documents on device `where`."""
     register()
-    return _choose_fastest(ActorSpec(), where, None).word
+    return _choose_fastest(ActorSpec(), where, None).option_value
 
 
 def find_kernel_obstacle(attention: str, where: device, dtype: Dtype) -> KernelObstacle | None:
@@ -247,10 +247,10 @@ def _is_usable(kernel: AttentionKernel, spec: ActorSpec, where: device, config: 
     form = kernel.choose_form(packs=spec.packs)
     can_run = (
         form is not None
-        and find_kernel_obstacle(kernel.word, where, spec.dtype) is None
+        and find_kernel_obstacle(kernel.option_value, where, spec.dtype) is None
         and _is_suitable(form.limits, config)
     )
-    return can_run and is_right(kernel.word, where)
+    return can_run and is_right(kernel.option_value, where)
 
 
 def _is_suitable(limits: KernelLimits, config: PretrainedConfig | None) -> bool:

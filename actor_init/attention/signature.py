@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from actor_init.declarations.attention.declaration import KernelLimits
-from actor_init.option_words import UsageError
+from actor_init.option_values import UsageError
 
 # It has transformers' signature.
 AttentionFunction = Callable[..., tuple[Tensor, None]]

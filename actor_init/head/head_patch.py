@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 from actor_init.head.chunks import LogProbRequest, compute_log_probs
 from actor_init.head.liger_head import compute_liger_log_probs
 from actor_init.model_form import HeadForm
-from actor_init.option_words import Head, UsageError
+from actor_init.option_values import Head, UsageError
 from actor_init.parallel.split_linear import sum_gradient
 from actor_init.parallel.vocab_parallel import find_vocabulary_share, to_local_ids
 from capture.facts import Setting

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from actor_init.compiling import compile_function
-from actor_init.option_words import CompileLengths
+from actor_init.option_values import CompileLengths
 from capture.file_format.micro_batch import IGNORED_LABEL
 
 

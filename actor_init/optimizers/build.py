@@ -78,8 +78,8 @@ def _make_declared_optimizer(
     if groups and (missing := [name for name, _ in parameters if name not in grouped]):
         raise UsageError("the job's optimizer", f"has no {missing[0]}, which is trained here")
     optimizers = [
-        _make_member(find_optimizer(word), member_groups, is_fused=is_fused)
-        for (word, is_fused), member_groups in members.items()
+        _make_member(find_optimizer(family), member_groups, is_fused=is_fused)
+        for (family, is_fused), member_groups in members.items()
     ]
     return optimizers[0] if len(optimizers) == 1 else CombinedOptimizer(optimizers)
 
@@ -90,10 +90,12 @@ def _group_by_spec(spec: ActorSpec, parameters: NamedParameters, outer: frozense
     names = frozenset(name for name, _ in parameters)
     matrices = frozenset(name for name, parameter in parameters if parameter.ndim == 2) - outer
     own = matrices if family.steps_matrices else names
-    groups = [ParameterGroup(family=family.word, settings=family.read_options(spec), names=own)] if own else []
+    groups = [ParameterGroup(family=family.option_value, settings=family.read_options(spec), names=own)] if own else []
     if family.companion is not None and (others := names - own):
         companion = find_optimizer(family.companion)
-        groups.append(ParameterGroup(family=companion.word, settings=_read_companion(companion, spec), names=others))
+        groups.append(
+            ParameterGroup(family=companion.option_value, settings=_read_companion(companion, spec), names=others)
+        )
     return groups
 
 
@@ -121,7 +123,7 @@ def find_engine_class(declaration: OptimizerDeclaration) -> type[Optimizer]:
     if found is None:
         why = f"needs {class_name}, which {module_name} has not in the installed version"
         raise UsageError(
-            Setting("optimizer", declaration.word), why, f"Try: {Setting('optimizer', 'FILE.py:function')}"
+            Setting("optimizer", declaration.option_value), why, f"Try: {Setting('optimizer', 'FILE.py:function')}"
         )
     return found
 
@@ -137,7 +139,7 @@ def _make_member(
         for setting in declaration.settings:
             if setting.name not in accepted and group[setting.name] != setting.default:
                 why = f"has no {setting.name} in {engine.__module__}, and it is {group[setting.name]} here"
-                raise UsageError(Setting("optimizer", declaration.word), why)
+                raise UsageError(Setting("optimizer", declaration.option_value), why)
     names = {"params", GROUP_NUMBER, *accepted}
     kept = [{name: value for name, value in group.items() if name in names} for group in groups]
     is_sharded = any(isinstance(parameter, DTensor) for group in kept for parameter in group["params"])

@@ -94,7 +94,7 @@ def _refuse_other_family(setting: Setting, by_name: Mapping[str, Mapping[str, An
     for name, values in by_name.items():
         if known and not any(keys <= values.keys() for keys in known):
             known_states = " or ".join(" and ".join(sorted(keys)) for keys in known)
-            optimizer = Setting("optimizer", family.word)
+            optimizer = Setting("optimizer", family.option_value)
             why = f"has {', '.join(sorted(values))} of {name}, and {optimizer} keeps {known_states}"
             raise UsageError(setting, why, f"Try: {Setting('optimizer')} of the job")
 

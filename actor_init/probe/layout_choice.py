@@ -104,7 +104,7 @@ class _LayoutSearch:
 
 
 def _choose(spec: ActorSpec, config: PretrainedConfig, where: device, is_typed: bool) -> tuple[str, Layout]:
-    """Return the word for the attention kernel, and the layout. Raises UsageError if what was typed is wrong."""
+    """Return the value of --attention, and the layout. Raises UsageError if what was typed is wrong."""
     kernel = choose_kernel(spec, where, config)
     search = _LayoutSearch(config=config, device=where)
     if not spec.packs:

@@ -4,7 +4,7 @@ import os
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Unpack
 
-from actor_init.declarations.attention import WORDS
+from actor_init.declarations.attention import ATTENTION_VALUES
 from actor_init.spec import UsageError
 from replay.api.running import read_whole_result, run_command
 from replay.campaign.campaign_options import check_call, join_values
@@ -45,7 +45,7 @@ def mismatch(
         raise UsageError(f"replay.mismatch takes no {typed[0]}. Give a list: {LISTS[typed[0]]}=[...]")
     own = {
         "dtype": _join_words("dtypes", dtypes, command.DTYPES),
-        "attention": _join_words("attention_kernels", attention_kernels, WORDS),
+        "attention": _join_words("attention_kernels", attention_kernels, ATTENTION_VALUES),
         "worst": worst,
     }
     values, given = check_call(command.mismatch, own, {"inputs": inputs, **options})

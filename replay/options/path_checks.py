@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from actor_init.hub import find_folder, names_hub
-from actor_init.option_words import MODEL_ADVICE, PRESET_NAMES
+from actor_init.option_values import MODEL_ADVICE, PRESET_NAMES
 from actor_init.spec import UsageError
 from capture.facts import Setting
 from replay.options.spec import USER_LOSS_PATTERN, ReplaySpec, check_inputs, check_working_folder

@@ -182,7 +182,7 @@ class ResolvedReplay(ReplayParts):
         }
         is_open = parts["actor"].attention == Attention.AUTO
         kernel = choose_kernel_on_all_ranks(parts["actor"], world, self.source.config)
-        parts["actor"] = set_kernel_word(parts["actor"], kernel)
+        parts["actor"] = set_attention_option(parts["actor"], kernel)
         # Another dtype may have another kernel, too.
         if kernel != self.kernel:
             changed[ATTENTION] = kernel
@@ -201,15 +201,15 @@ class ResolvedReplay(ReplayParts):
         )
 
 
-def set_kernel_word(actor: ActorSpec, kernel: str) -> ActorSpec:
-    """Return `actor` with the word for the attention kernel that is `kernel` in transformers.
+def set_attention_option(actor: ActorSpec, kernel: str) -> ActorSpec:
+    """Return `actor` with the value of --attention whose kernel is `kernel` in transformers.
 
-    `auto` stays where no word names it, as where two kernels are taken in turn.
+    `auto` stays where no other value names it, as where two kernels are taken in turn.
     """
     if actor.attention == Attention.AUTO and not actor.is_custom:
         for declared in ATTENTION_KERNELS.values():
             if kernel in {form.name for form in declared.list_forms()}:
-                return replace(actor, attention=declared.word)
+                return replace(actor, attention=declared.option_value)
     return actor
 
 

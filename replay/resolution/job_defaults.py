@@ -59,12 +59,12 @@ def apply_choices(actor: ActorSpec, choices: Sequence[ResolvedChoice]) -> ActorS
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ChosenAttention:
-    """The word for the attention kernel: what was typed, or the job's; auto where another has yet to be chosen.
+    """A value of --attention: what was typed, or the job's; auto where another has yet to be chosen.
 
     why  the reason, for the header; empty where nobody would ask for one
     """
 
-    word: str
+    option_value: str
     why: str = ""
 
 
@@ -73,28 +73,28 @@ def choose_job_kernel(
 ) -> ChosenAttention:
     """Return what was typed, else the kernel that the job had, if it can be had here; else auto, with the reason."""
     if spec.attention != Attention.AUTO or spec.is_custom or spec.parallel.ring > 1:
-        return ChosenAttention(word=spec.attention)
+        return ChosenAttention(option_value=spec.attention)
     on_cuda = device.type == "cuda"
-    job_word = None if first_call is None else first_call.environment.get("attention")
+    job_kernel = None if first_call is None else first_call.environment.get("attention")
     instead = "the fastest here that the kernel check finds right" if on_cuda else "what a CPU has"
-    if job_word is None:
+    if job_kernel is None:
         why = f"{instead}; the captures do not name the job's" if on_cuda else ""
-        return ChosenAttention(word=Attention.AUTO, why=why)
-    kernel = find_job_kernel(job_word)
+        return ChosenAttention(option_value=Attention.AUTO, why=why)
+    kernel = find_job_kernel(job_kernel)
     if kernel is None:
-        return ChosenAttention(word=Attention.AUTO, why=f"{instead}; the job's {job_word} is not known here")
-    lack = find_kernel_obstacle(kernel.word, device, spec.dtype)
+        return ChosenAttention(option_value=Attention.AUTO, why=f"{instead}; the job's {job_kernel} is not known here")
+    lack = find_kernel_obstacle(kernel.option_value, device, spec.dtype)
     if lack is not None:
-        return ChosenAttention(word=Attention.AUTO, why=f"{instead}; of the job's {job_word}: {lack.text}")
+        return ChosenAttention(option_value=Attention.AUTO, why=f"{instead}; of the job's {job_kernel}: {lack.text}")
     if kernel.find_obstacle(config):
         return ChosenAttention(
-            word=Attention.AUTO, why=f"{instead}; {config.model_type} does not take the job's {job_word}"
+            option_value=Attention.AUTO, why=f"{instead}; {config.model_type} does not take the job's {job_kernel}"
         )
     computes_all_pairs = kernel.packed.reads_mask and not kernel.packed.skips_blocks
     if on_cuda and computes_all_pairs and spec.packs and _is_padded(first_call):
-        why = f"{instead}; the job's {job_word} had padded rows, and packed ones need a mask of all pairs of tokens"
-        return ChosenAttention(word=Attention.AUTO, why=why)
-    return ChosenAttention(word=kernel.word, why=f"as the job's {job_word}" if on_cuda else "")
+        why = f"{instead}; the job's {job_kernel} had padded rows, and packed ones need a mask of all pairs of tokens"
+        return ChosenAttention(option_value=Attention.AUTO, why=why)
+    return ChosenAttention(option_value=kernel.option_value, why=f"as the job's {job_kernel}" if on_cuda else "")
 
 
 def _choose_dtype(actor: ActorSpec, first_call: CapturedCall | None, device_type: str) -> ResolvedChoice:

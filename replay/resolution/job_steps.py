@@ -34,7 +34,7 @@ from replay.verdict.pass_values import match_parameter_name
 class FollowedSteps:
     """The job's steps that a replay takes as the job did: those of its windows up to the first that it cannot take.
 
-    optimizer       the job's, by its word for --optimizer
+    optimizer       the job's, by its value of --optimizer
     max_norm        what was typed, else the norm that the job clipped to; None: neither clips
     groups          of the optimizer, with the settings of the first step
     settings        of each step, by the index of the pass that ends its window
@@ -81,14 +81,14 @@ def find_followed_steps(
         infer_own_clipping_limit([window.steps for window in followed]) if actor.max_norm is None else None
     )
     return FollowedSteps(
-        optimizer=main.word,
+        optimizer=main.option_value,
         max_norm=actor.max_norm
         if actor.max_norm is not None
         else _read_limit(followed[0].steps[0]) or job_code_clip_norm,
         job_code_clip_norm=job_code_clip_norm,
         groups=[
             ParameterGroup(
-                family=family.word,
+                family=family.option_value,
                 settings=_read_settings(family, group_lists[0][places[0]], actor, with_typed=True),
                 names=member_names,
                 is_fused=group_lists[0][places[0]].get("fused") is True,
@@ -166,11 +166,12 @@ def _explain_group(settings: Mapping[str, Any], step: OptimizerStep, actor: Acto
         return _explain_own_class(group, step, actor)
     if actor.optimizer != OptimizerName.AUTO:
         typed_family = OPTIMIZERS.get(actor.optimizer)
-        if typed_family is None or family.word not in (typed_family.word, typed_family.companion):
+        if typed_family is None or family.option_value not in (typed_family.option_value, typed_family.companion):
             return f"the job stepped with {group.class_name}, and {Setting('optimizer', actor.optimizer)} was given"
     if unknown := family.list_unknown_settings(settings):
-        return f"{group.class_name} had {unknown[0]} {settings[unknown[0]]}, which {family.word} here does not have"
-    if (refusal := find_missing_package(family.word)) is not None:
+        value = settings[unknown[0]]
+        return f"{group.class_name} had {unknown[0]} {value}, which {family.option_value} here does not have"
+    if (refusal := find_missing_package(family.option_value)) is not None:
         return refusal.text
     return None
 

@@ -38,7 +38,7 @@ from replay.options.resolved import (
     PartT,
     ResolvedChoice,
     ResolvedReplay,
-    set_kernel_word,
+    set_attention_option,
 )
 from replay.options.spec import InputsSpec, LossName, Passes, ReplayParts, ReplaySpec, WindowWeights
 from replay.output.text import name_some
@@ -119,7 +119,7 @@ def resolve(
     attention: ChosenAttention = world.broadcast_from_rank0(
         choose_job_kernel(spec_with_steps.actor, first_call, world.device, model_source.config)
     )
-    actor_before_probes = replace(spec_with_steps.actor, attention=attention.word)
+    actor_before_probes = replace(spec_with_steps.actor, attention=attention.option_value)
     is_packing_typed = spec_of_rank0.actor.packing is not None
     actor_with_layout, layout = choose_layout(
         actor_before_probes,
@@ -147,7 +147,7 @@ def resolve(
     actor_with_head = replace(actor_with_layout, head=head_choice.value)
     model_source = replace(model_source, head=head_form)
     kernel_name = choose_kernel_on_all_ranks(actor_with_head, world, model_source.config)
-    actor_with_kernel_word = set_kernel_word(actor_with_head, kernel_name)
+    actor_with_kernel_word = set_attention_option(actor_with_head, kernel_name)
 
     choices_with_defaults = [
         *_list_backend_and_optimizer_settings(actor_with_head),
@@ -159,7 +159,7 @@ def resolve(
             _finalize_packing_choice(choice, actor_with_head, layout) if choice.setting == PACKING else choice
             for choice in job_choices
         ),
-        # `_explain_attention` needs the actor before `set_kernel_word`: there `auto` means that nobody named a kernel.
+        # `_explain_attention` needs the actor before `set_attention_option`, where `auto` says that nobody named one.
         _explain_attention(attention, kernel_name, spec_of_rank0.actor, actor_before_probes, actor_with_head),
         *_explain_model(spec_with_steps, model_source),
         head_choice,

@@ -18,7 +18,7 @@ from actor_init.declarations.attention.plain import has_sdpa
 from actor_init.inputs.documents import KeptLogits
 from actor_init.inputs.packing import ActorInputs
 from actor_init.model_form import HeadForm
-from actor_init.option_words import Attention
+from actor_init.option_values import Attention
 from actor_init.spec import Compile
 from actor_init.world import World
 from capture.file_format.tensor_codec import RandomStates

@@ -77,7 +77,7 @@ def _limit_may_clip(max_norm: float | None, norm: float | None) -> bool:
 def _compare_classes(class_name: str, library: str | None, spec: ActorSpec) -> list[str]:
     """Compare the class alone, of a step whose groups were not recorded."""
     family = recognise_group(read_job_group({}, class_name, library))
-    is_same = spec.custom_optimizer is not None or (family is not None and family.word == spec.optimizer)
+    is_same = spec.custom_optimizer is not None or (family is not None and family.option_value == spec.optimizer)
     return [] if is_same else [f"{class_name} in the job, {_describe_own(spec)} here"]
 
 
@@ -91,10 +91,10 @@ def _compare_group(
         return
     family = recognise_group(group)
     own = OPTIMIZERS.get(spec.optimizer)
-    if family is None and own is not None and group.class_name.lower().startswith(own.word.split("-")[0]):
+    if family is None and own is not None and group.class_name.lower().startswith(own.option_value.split("-")[0]):
         yield explain_unknown_class(group)
         return
-    is_family = family is not None and own is not None and family.word in (own.word, own.companion)
+    is_family = family is not None and own is not None and family.option_value in (own.option_value, own.companion)
     if family is None or not (is_family or FAMILY in followed):
         yield f"{_describe_class(group, spec)} in the job, {_describe_own(spec)} here"
         return
@@ -107,7 +107,7 @@ def _compare_group(
             label = LABELS.get(name, name)
             yield f"{label} {format_value(job_settings[name])} in the job, {format_value(replay_value)} here"
     for name in family.list_unknown_settings(settings):
-        yield f"{name} {format_value(settings[name])} in the job, which {family.word} here does not have"
+        yield f"{name} {format_value(settings[name])} in the job, which {family.option_value} here does not have"
 
 
 def _describe_class(group: JobGroup, spec: ActorSpec) -> str:

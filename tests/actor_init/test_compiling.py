@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 
 from actor_init.compiling import compile_blocks
-from actor_init.option_words import CompileLengths, UsageError
+from actor_init.option_values import CompileLengths, UsageError
 from replay.options.option_parsing import format_error_with_flags
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from actor_init.declarations.attention import KERNELS
 from actor_init.declarations.attention.declaration import AttentionForm, AttentionKernel, KernelLimits
-from actor_init.option_words import Attention
+from actor_init.option_values import Attention
 from capture.facts import Setting
 
 EAGER = Setting("attention", Attention.EAGER)
@@ -27,7 +27,7 @@ FORM = AttentionForm(
     mask_function="transformers.masking_utils:sdpa_mask",  # True where a token is seen; None: all before it
     reads_mask=True,
 )
-KERNEL = AttentionKernel(word="toy", packed=FORM, padded=FORM, job_names=("toy_of_a_job",))
+KERNEL = AttentionKernel(option_value="toy", packed=FORM, padded=FORM, job_names=("toy_of_a_job",))
 
 num_calls = 0
 
@@ -49,7 +49,7 @@ def softmax_attention(
 
 
 def main() -> int:
-    KERNELS[KERNEL.word] = KERNEL
+    KERNELS[KERNEL.option_value] = KERNEL
     from replay.command_line.cli import main as replay
 
     return replay(sys.argv[1:])

@@ -7,10 +7,10 @@ from typing import Any
 from actor_init.declarations.attention import cudnn, flash, flex, plain, varlen
 from actor_init.declarations.attention.auto import RING_WITH_CUDNN, WITH_CUDNN
 from actor_init.declarations.attention.declaration import AttentionForm, AttentionKernel
-from actor_init.option_words import Attention, UsageError
+from actor_init.option_values import Attention, UsageError
 
 KERNELS: dict[str, AttentionKernel] = {
-    kernel.word: kernel
+    kernel.option_value: kernel
     for kernel in (
         flash.FLASH,
         cudnn.CUDNN,
@@ -20,15 +20,15 @@ KERNELS: dict[str, AttentionKernel] = {
         plain.EAGER,
     )
 }
-# The words of --attention. It is a live view, because kernels may be registered later.
-WORDS: Collection[str] = ChainMap[str, Any](KERNELS, {Attention.AUTO: None})
+# The values of --attention. It is a live view, because kernels may be registered later.
+ATTENTION_VALUES: Collection[str] = ChainMap[str, Any](KERNELS, {Attention.AUTO: None})
 
 
-def find_kernel(word: str) -> AttentionKernel:
-    """Return the kernel that a word of --attention chooses. Raises UsageError for an unknown one."""
-    if word not in KERNELS:
-        raise UsageError.not_allowed("attention", word, f"Give one of {', '.join(WORDS)}")
-    return KERNELS[word]
+def find_kernel(option_value: str) -> AttentionKernel:
+    """Return the kernel that a value of --attention chooses. Raises UsageError for an unknown one."""
+    if option_value not in KERNELS:
+        raise UsageError.not_allowed("attention", option_value, f"Give one of {', '.join(ATTENTION_VALUES)}")
+    return KERNELS[option_value]
 
 
 def find_job_kernel(name: str) -> AttentionKernel | None:

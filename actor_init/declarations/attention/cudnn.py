@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from actor_init.declarations.attention.declaration import AttentionForm, AttentionKernel, KernelLimits
-from actor_init.option_words import Attention
+from actor_init.option_values import Attention
 from capture.facts import Setting
 
 
@@ -40,7 +40,7 @@ LIMITS = KernelLimits(
     refusal=f"cuDNN's attention has no {{lacking}}, which this model needs. Try: {FLASH}, or {SDPA}",
 )
 CUDNN = AttentionKernel(
-    word=Attention.CUDNN,
+    option_value=Attention.CUDNN,
     packed=AttentionForm(
         name="packed_cudnn",
         limits=LIMITS,

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from actor_init.option_words import Attention, Dtype
+from actor_init.option_values import Attention, Dtype
 from capture.facts import Setting
 
 # Takes the rows and tokens of what a rank is fed, and the lengths of a packed row's documents. Returns the
@@ -112,7 +112,7 @@ class AttentionForm:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttentionKernel:
-    """What one word of --attention chooses: a form for packed rows, one for padded rows, and one for a ring's slices.
+    """What one value of --attention chooses: a form for packed rows, one for padded rows, and one for a ring's slices.
 
     padded, slices  None: the kernel has no form for such rows
     job_names       transformers' names of the kernel, as captures have them
@@ -121,7 +121,7 @@ class AttentionKernel:
     alternative     what `replay doctor` advises where that comparison fails
     """
 
-    word: str
+    option_value: str
     packed: AttentionForm
     padded: AttentionForm | None
     slices: AttentionForm | None = None

@@ -6,11 +6,11 @@ The forms for padded rows are transformers' own, which unpad and pad in every la
 from importlib.util import find_spec
 
 from actor_init.declarations.attention.declaration import RING_REFUSAL, AttentionForm, AttentionKernel, KernelLimits
-from actor_init.option_words import Attention, Dtype
+from actor_init.option_values import Attention, Dtype
 from capture.facts import Setting
 
 CUDA = ("cuda",)
-EAGER, FLEX, SDPA = (Setting("attention", word) for word in (Attention.EAGER, Attention.FLEX, Attention.SDPA))
+EAGER, FLEX, SDPA = (Setting("attention", value) for value in (Attention.EAGER, Attention.FLEX, Attention.SDPA))
 ON_CUDA = f"{SDPA}, or on a CUDA machine pip install -e '.[cuda]' and {Setting('dtype', Dtype.BF16)}"
 
 
@@ -47,7 +47,7 @@ RING_FLASH_ATTN = KernelLimits(
 )
 
 FLASH = AttentionKernel(
-    word=Attention.FLASH,
+    option_value=Attention.FLASH,
     packed=AttentionForm(
         name="packed_fa2",
         limits=FLASH_ATTN,

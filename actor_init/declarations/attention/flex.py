@@ -8,7 +8,7 @@ from actor_init.declarations.attention.declaration import (
     KernelLimits,
     is_taken_by_class,
 )
-from actor_init.option_words import Attention
+from actor_init.option_values import Attention
 from capture.facts import Setting
 
 PLAIN = f"{Setting('attention', Attention.SDPA)}, or {Setting('attention', Attention.EAGER)}"
@@ -44,7 +44,7 @@ FLEX_FORM = AttentionForm(
     skips_blocks=True,
 )
 FLEX = AttentionKernel(
-    word=Attention.FLEX,
+    option_value=Attention.FLEX,
     packed=FLEX_FORM,
     padded=FLEX_FORM,
     job_names=("flex_attention",),

@@ -9,7 +9,7 @@ from actor_init.declarations.attention.declaration import (
     KernelLimits,
     is_taken_by_class,
 )
-from actor_init.option_words import Attention
+from actor_init.option_values import Attention
 from capture.facts import Setting
 
 
@@ -30,7 +30,7 @@ SDPA_FORM = AttentionForm(name="sdpa", limits=IN_TRANSFORMERS, reads_mask=True)
 EAGER_FORM = AttentionForm(name="eager", limits=IN_TRANSFORMERS, reads_mask=True)
 
 SDPA = AttentionKernel(
-    word=Attention.SDPA,
+    option_value=Attention.SDPA,
     packed=SDPA_FORM,
     padded=SDPA_FORM,
     slices=AttentionForm(
@@ -41,7 +41,7 @@ SDPA = AttentionKernel(
     alternative="eager",
 )
 EAGER = AttentionKernel(
-    word=Attention.EAGER, packed=EAGER_FORM, padded=EAGER_FORM, job_names=("eager",), is_checked=False
+    option_value=Attention.EAGER, packed=EAGER_FORM, padded=EAGER_FORM, job_names=("eager",), is_checked=False
 )
 # Whatever the code of a model that a user's function builds computes.
 OWN = AttentionForm(name="of its own", limits=IN_TRANSFORMERS)

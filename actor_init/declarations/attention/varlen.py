@@ -1,7 +1,7 @@
 """Declare torch.nn.attention.varlen."""
 
 from actor_init.declarations.attention.declaration import AttentionForm, AttentionKernel, KernelLimits
-from actor_init.option_words import Attention
+from actor_init.option_values import Attention
 from capture.facts import Setting
 
 LIMITS = KernelLimits(
@@ -13,7 +13,7 @@ LIMITS = KernelLimits(
     refusal=f"torch's varlen attention has no dropout, softcap or sinks. Try: {Setting('attention', Attention.EAGER)}",
 )
 VARLEN = AttentionKernel(
-    word=Attention.VARLEN,
+    option_value=Attention.VARLEN,
     packed=AttentionForm(
         name="torch_varlen_attn", limits=LIMITS, function="actor_init.attention.kernels:torch_varlen_attn"
     ),

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from actor_init.declarations.backends import ddp, deepspeed, fsdp2
 from actor_init.declarations.backends.declaration import ActorSettings, BackendDeclaration
 from actor_init.declarations.optimizers import OPTIMIZERS
-from actor_init.option_words import UsageError
+from actor_init.option_values import UsageError
 from capture.facts import Setting
 
 BACKENDS: dict[str, BackendDeclaration] = {

@@ -7,7 +7,7 @@ from typing import Protocol
 
 from actor_init.declarations.optimizers import OPTIMIZERS
 from actor_init.declarations.optimizers.declaration import OptimizerOptions
-from actor_init.option_words import Compile, Dtype, TpPlan
+from actor_init.option_values import Compile, Dtype, TpPlan
 
 
 class ParallelSettings(Protocol):

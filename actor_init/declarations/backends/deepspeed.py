@@ -12,7 +12,7 @@ from actor_init.declarations.backends.declaration import (
     moment_size,
 )
 from actor_init.declarations.backends.deepspeed_config import find_obstacle
-from actor_init.option_words import Compile, Dtype, OptimizerName
+from actor_init.option_values import Compile, Dtype, OptimizerName
 
 
 def _predict_memory(spec: ActorSettings, steps: bool) -> ShardedMemory:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from actor_init.declarations.backends.declaration import ActorSettings
-from actor_init.option_words import Compile, Dtype, OptimizerName, UsageError
+from actor_init.option_values import Compile, Dtype, OptimizerName, UsageError
 from capture.facts import Setting
 
 FSDP2 = Setting("backend", "fsdp2")

@@ -6,11 +6,11 @@ from typing import Any
 
 from actor_init.declarations.optimizers import adafactor, adam, muon, packaged, sgd
 from actor_init.declarations.optimizers.declaration import JobGroup, OptimizerDeclaration
-from actor_init.option_words import OptimizerName, UsageError
+from actor_init.option_values import OptimizerName, UsageError
 from capture.facts import Setting
 
 OPTIMIZERS: dict[str, OptimizerDeclaration] = {
-    declaration.word: declaration
+    declaration.option_value: declaration
     for declaration in (
         adam.ADAMW,
         adam.ADAM,
@@ -27,19 +27,19 @@ OPTIMIZERS: dict[str, OptimizerDeclaration] = {
 OWN_CLASS = Setting("optimizer", "FILE.py:function")
 
 
-def list_optimizer_words() -> list[str]:
-    """List the words of --optimizer; it may also be FILE.py:function."""
+def list_optimizer_values() -> list[str]:
+    """List the values of --optimizer; it may also be FILE.py:function."""
     return [*OPTIMIZERS, OptimizerName.NONE]
 
 
-def find_optimizer(word: str) -> OptimizerDeclaration:
-    """Return the family that a word of --optimizer names. Raises KeyError for `none` and for FILE.py:function."""
-    return OPTIMIZERS[word]
+def find_optimizer(option_value: str) -> OptimizerDeclaration:
+    """Return the family that a value of --optimizer chooses. Raises KeyError for `none` and for FILE.py:function."""
+    return OPTIMIZERS[option_value]
 
 
 def find_optimizers_with(option: str) -> list[str]:
     """List the families that an option, a field of ActorSpec, is a setting of."""
-    return [word for word, declaration in OPTIMIZERS.items() if option in declaration.options]
+    return [option_value for option_value, declaration in OPTIMIZERS.items() if option in declaration.options]
 
 
 def recognise_group(group: JobGroup) -> OptimizerDeclaration | None:
@@ -66,11 +66,13 @@ def explain_unknown_class(group: JobGroup, options: Sequence[Setting] = ()) -> s
     return f"the job's {group.class_name}{library} is of no family here, so its steps are not judged. {advice}"
 
 
-def find_missing_package(word: str) -> UsageError | None:
-    """Return the refusal of a family whose package is not installed; None if one is, or for another word."""
-    if word not in OPTIMIZERS or any(find_spec(package) is not None for package in OPTIMIZERS[word].packages):
+def find_missing_package(option_value: str) -> UsageError | None:
+    """Return the refusal of a family whose package is not installed; None if one is, or for another value."""
+    if option_value not in OPTIMIZERS or any(
+        find_spec(package) is not None for package in OPTIMIZERS[option_value].packages
+    ):
         return None
-    packages = OPTIMIZERS[word].packages
+    packages = OPTIMIZERS[option_value].packages
     what = f"neither {' nor '.join(packages)} is" if packages[1:] else f"{packages[0]} is not"
     advice = f"Try: pip install {packages[0].replace('_', '-')}, or {OWN_CLASS}"
-    return UsageError(Setting("optimizer", word), f": {what} installed", advice)
+    return UsageError(Setting("optimizer", option_value), f": {what} installed", advice)

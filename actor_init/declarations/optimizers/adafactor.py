@@ -4,7 +4,7 @@ They differ in more than their settings: transformers' clips an update before it
 """
 
 from actor_init.declarations.optimizers.declaration import GroupSetting, JobGroup, OptimizerDeclaration
-from actor_init.option_words import OptimizerName
+from actor_init.option_values import OptimizerName
 
 
 def _is_of_transformers(group: JobGroup) -> bool:
@@ -18,7 +18,7 @@ def _is_of_torch(group: JobGroup) -> bool:
 
 
 ADAFACTOR = OptimizerDeclaration(
-    word=OptimizerName.ADAFACTOR,
+    option_value=OptimizerName.ADAFACTOR,
     engine=("torch.optim:Adafactor",),
     help="torch's, which is another algorithm than transformers'",
     settings=(
@@ -36,7 +36,7 @@ ADAFACTOR = OptimizerDeclaration(
     is_elementwise=False,
 )
 TRANSFORMERS_ADAFACTOR = OptimizerDeclaration(
-    word=OptimizerName.TRANSFORMERS_ADAFACTOR,
+    option_value=OptimizerName.TRANSFORMERS_ADAFACTOR,
     engine=("transformers.optimization:Adafactor",),
     help="that of transformers, as its Trainer sets it up",
     settings=(

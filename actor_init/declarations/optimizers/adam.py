@@ -5,7 +5,7 @@ is AdamW where `decoupled_weight_decay` is on. Without weight decay the two are 
 """
 
 from actor_init.declarations.optimizers.declaration import GroupSetting, JobGroup, OptimizerDeclaration
-from actor_init.option_words import OptimizerName
+from actor_init.option_values import OptimizerName
 
 PLAIN_LIBRARIES = ("torch", "bitsandbytes")
 FUSED_CLASSES = ("FusedAdam", "DeepSpeedCPUAdam", "ZenFlowSelectiveAdamW", "HybridAdam")
@@ -42,7 +42,7 @@ def _make_settings(weight_decay: float) -> tuple[GroupSetting, ...]:
 
 
 ADAMW = OptimizerDeclaration(
-    word=OptimizerName.ADAMW,
+    option_value=OptimizerName.ADAMW,
     engine=("torch.optim:AdamW",),
     settings=_make_settings(0.01),
     state=(frozenset({"exp_avg", "exp_avg_sq"}),),
@@ -51,7 +51,7 @@ ADAMW = OptimizerDeclaration(
     has_fused=True,
 )
 ADAM = OptimizerDeclaration(
-    word=OptimizerName.ADAM,
+    option_value=OptimizerName.ADAM,
     engine=("torch.optim:Adam",),
     settings=_make_settings(0.0),
     state=(frozenset({"exp_avg", "exp_avg_sq"}),),

@@ -72,11 +72,11 @@ def _recognise_nothing(group: JobGroup) -> bool:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OptimizerDeclaration:
-    """A family of optimizers that compute the same step, and its word for --optimizer.
+    """A family of optimizers that compute the same step, and the value of --optimizer that chooses it.
 
     engine          "module:class" of the class that steps here; imported only when an actor is opened. Of several the
                     first whose package is installed
-    help            what --help says of it, where the word alone does not say enough
+    help            what --help says of it, where the value alone does not say enough
     settings        of its groups, but for the learning rate
     recognise       tells whether a job's group was stepped as this family steps
     state           names of what it keeps of a parameter, but for the count: a set for each kind of parameter
@@ -84,11 +84,11 @@ class OptimizerDeclaration:
     has_fused       the class has torch's fused kernel
     is_elementwise  an element's step depends on that element alone, so it is the same in any shard
     step_dtype      what it rounds a step to, where that is coarser than the weights; empty: nothing
-    companion       the word of the family that steps on what `steps_matrices` leaves out
+    companion       the `option_value` of the family that steps on what `steps_matrices` leaves out
     steps_matrices  it steps on matrices inside the layers alone: neither vectors nor embedding and head
     """
 
-    word: str
+    option_value: str
     engine: Sequence[str]
     recognise: Callable[[JobGroup], bool] = _recognise_nothing
     settings: Sequence[GroupSetting] = field(default_factory=tuple)
@@ -148,7 +148,7 @@ WHERE_IT_IS_OFF: Mapping[str, Any] = {"bias_correction": True, "percentile_clipp
 class ParameterGroup:
     """The parameters that a replay steps with the same settings.
 
-    family    a word of --optimizer
+    family    a value of --optimizer
     settings  keyword arguments of the family's class
     names     the parameters' names in the replay
     is_fused  the job stepped them with torch's fused kernel

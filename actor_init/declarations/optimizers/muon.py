@@ -1,7 +1,7 @@
 """Declare Muon: torch's, and Keller Jordan's, which computes the same step."""
 
 from actor_init.declarations.optimizers.declaration import GroupSetting, JobGroup, OptimizerDeclaration
-from actor_init.option_words import OptimizerName
+from actor_init.option_values import OptimizerName
 
 # Keller Jordan's package is called muon. Another implementation may scale its step in another way.
 KELLER_JORDAN = "muon"
@@ -17,7 +17,7 @@ def _is_muon(group: JobGroup) -> bool:
 
 
 MUON = OptimizerDeclaration(
-    word=OptimizerName.MUON,
+    option_value=OptimizerName.MUON,
     engine=("torch.optim:Muon",),
     help="on the matrices of the layers, and adamw on all else",
     settings=(

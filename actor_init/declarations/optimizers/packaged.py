@@ -6,7 +6,7 @@ beside its block, and finer where it is large; bf16 stands for both.
 """
 
 from actor_init.declarations.optimizers.declaration import GroupSetting, JobGroup, OptimizerDeclaration
-from actor_init.option_words import OptimizerName
+from actor_init.option_values import OptimizerName
 
 LION_CLASSES = ("Lion", "FusedLion", "DeepSpeedCPULion", "Lion32bit", "PagedLion", "PagedLion32bit")
 
@@ -34,7 +34,7 @@ LION_SETTINGS = (
     GroupSetting(name="weight_decay", default=0.0, options=("weight_decay",)),
 )
 LION = OptimizerDeclaration(
-    word=OptimizerName.LION,
+    option_value=OptimizerName.LION,
     engine=("lion_pytorch:Lion", "bitsandbytes.optim:Lion"),
     help="of lion-pytorch or bitsandbytes",
     settings=LION_SETTINGS,
@@ -43,7 +43,7 @@ LION = OptimizerDeclaration(
     moments=lambda spec: 4,
 )
 ADAMW_8BIT = OptimizerDeclaration(
-    word=OptimizerName.ADAMW_8BIT,
+    option_value=OptimizerName.ADAMW_8BIT,
     engine=("bitsandbytes.optim:AdamW8bit",),
     settings=_make_adam_settings(0.01),
     state=(frozenset({"state1", "state2"}),),
@@ -53,7 +53,7 @@ ADAMW_8BIT = OptimizerDeclaration(
     step_dtype="bfloat16",
 )
 ADAM_8BIT = OptimizerDeclaration(
-    word=OptimizerName.ADAM_8BIT,
+    option_value=OptimizerName.ADAM_8BIT,
     engine=("bitsandbytes.optim:Adam8bit",),
     settings=_make_adam_settings(0.0),
     state=(frozenset({"state1", "state2"}),),
@@ -63,7 +63,7 @@ ADAM_8BIT = OptimizerDeclaration(
     step_dtype="bfloat16",
 )
 LION_8BIT = OptimizerDeclaration(
-    word=OptimizerName.LION_8BIT,
+    option_value=OptimizerName.LION_8BIT,
     engine=("bitsandbytes.optim:Lion8bit",),
     help="the 8-bit ones are bitsandbytes'",
     settings=LION_SETTINGS,

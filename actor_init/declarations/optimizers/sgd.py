@@ -1,10 +1,10 @@
 """Declare SGD, with and without momentum."""
 
 from actor_init.declarations.optimizers.declaration import GroupSetting, OptimizerDeclaration
-from actor_init.option_words import OptimizerName
+from actor_init.option_values import OptimizerName
 
 SGD = OptimizerDeclaration(
-    word=OptimizerName.SGD,
+    option_value=OptimizerName.SGD,
     engine=("torch.optim:SGD",),
     settings=(
         GroupSetting(name="momentum", default=0.0, options=("momentum",)),

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 import typer
 
-from actor_init.declarations.attention import WORDS
+from actor_init.declarations.attention import ATTENTION_VALUES
 from actor_init.spec import Dtype, UsageError
 from replay.campaign.campaign_options import CampaignAction
 from replay.options.declarations.tensor_names import ROLLOUT_LOG_PROBS
@@ -58,7 +58,7 @@ def mismatch(
         _measure,
         ChildJob.from_options(given, job).spec,
         choose_words("dtype", dtype.split(","), DTYPES, separated=WITH_COMMAS),
-        choose_words("attention", attention.split(","), WORDS, separated=WITH_COMMAS),
+        choose_words("attention", attention.split(","), ATTENTION_VALUES, separated=WITH_COMMAS),
         worst,
         typed=context.obj,
         as_json=json,

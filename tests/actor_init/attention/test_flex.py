@@ -146,7 +146,7 @@ def test_a_replay_takes_it_where_the_job_did(
         environment={"attention": "flex_attention"}, tensors={"attention_mask": mask_BS}, weights=None, outputs={}
     )
     found = choose_job_kernel(ReplaySpec().actor.with_defaults(), cast(CapturedCall, job), where, config)
-    assert found.word == word
+    assert found.option_value == word
     assert why in found.why
 
 

@@ -38,7 +38,7 @@ LLAMA = LlamaConfig(num_hidden_layers=1)
 
 @pytest.fixture
 def register(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(KERNELS, KERNEL.word, KERNEL)
+    monkeypatch.setitem(KERNELS, KERNEL.option_value, KERNEL)
 
 
 def losses(kernel: str, logs: Path, *typed: str) -> list[float | None]:
@@ -94,7 +94,7 @@ def test_specs_and_jobs_know_it_and_auto_does_not_take_it() -> None:
     assert choose_default_kernel(CPU) == "sdpa"
     job = SimpleNamespace(environment={"attention": "toy_of_a_job"}, tensors={}, weights=None, outputs={})
     found = choose_job_kernel(ReplaySpec().actor.with_defaults(), cast(CapturedCall, job), CPU, GPT2Config())
-    assert found.word == "toy"
+    assert found.option_value == "toy"
 
 
 def test_help_lists_it() -> None:

@@ -49,7 +49,7 @@ def test_a_class_is_of_the_family_that_steps_as_it_does(
     class_name: str, library: str | None, settings: dict[str, Any], word: str | None
 ) -> None:
     family = recognise_group(JobGroup(class_name=class_name, library=library, settings=settings))
-    assert (None if family is None else family.word) == word
+    assert (None if family is None else family.option_value) == word
 
 
 def test_no_two_families_take_the_same_group() -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from actor_init.option_words import Dtype
+from actor_init.option_values import Dtype
 from actor_init.spec import ActorSpec, OptimizerName
 from replay.command_line.cli import main
 from replay.profiling import peak_holders

@@ -62,14 +62,16 @@ def choose_kernel(first: CapturedCall | None, where: torch.device, **given: Any)
 
 def test_auto_takes_the_job_s_kernel() -> None:
     flash = job(attention="flash_attention_2")
-    assert choose_kernel(flash, CUDA) == ChosenAttention(word=Attention.FLASH, why="as the job's flash_attention_2")
-    assert choose_kernel(job(attention="eager"), CPU) == ChosenAttention(word=Attention.EAGER)
-    assert choose_kernel(job(packed=True, attention="sdpa"), CUDA).word == Attention.SDPA
+    assert choose_kernel(flash, CUDA) == ChosenAttention(
+        option_value=Attention.FLASH, why="as the job's flash_attention_2"
+    )
+    assert choose_kernel(job(attention="eager"), CPU) == ChosenAttention(option_value=Attention.EAGER)
+    assert choose_kernel(job(packed=True, attention="sdpa"), CUDA).option_value == Attention.SDPA
 
 
 def test_what_was_typed_stays() -> None:
     flash = job(attention="flash_attention_2")
-    assert choose_kernel(flash, CUDA, attention=Attention.VARLEN) == ChosenAttention(word=Attention.VARLEN)
+    assert choose_kernel(flash, CUDA, attention=Attention.VARLEN) == ChosenAttention(option_value=Attention.VARLEN)
 
 
 @pytest.mark.parametrize(
@@ -86,7 +88,7 @@ def test_where_the_job_s_kernel_cannot_be_had_another_is_found_and_the_header_sa
     first: CapturedCall | None, where: torch.device, why: str
 ) -> None:
     found = choose_kernel(first, where)
-    assert found.word == Attention.AUTO
+    assert found.option_value == Attention.AUTO
     assert why in found.why
     if where is CUDA:
         assert found.why.startswith("the fastest here that the kernel check finds right; ")
@@ -94,7 +96,7 @@ def test_where_the_job_s_kernel_cannot_be_had_another_is_found_and_the_header_sa
 
 def test_a_ring_has_a_kernel_of_its_own() -> None:
     ring = choose_kernel(job(attention="eager"), CUDA, parallel=ParallelSpec(ring=2))
-    assert ring == ChosenAttention(word=Attention.AUTO)
+    assert ring == ChosenAttention(option_value=Attention.AUTO)
 
 
 @pytest.mark.parametrize(

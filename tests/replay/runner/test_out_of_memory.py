@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import replay.watch.shutdown as shutdown
-from actor_init.option_words import Dtype
+from actor_init.option_values import Dtype
 from actor_init.spec import ActorSpec, Head
 from actor_init.world import World
 from capture.file_format.actor_config import write_actor_config

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from actor_init.optimizer import StepSettings
-from actor_init.option_words import Dtype
+from actor_init.option_values import Dtype
 from capture.file_format.optimizer_step import Sample
 from replay.runlog.records import CostSection, PhaseCost
 from replay.runner.run_pass import PassInputs, StepTiming, WindowEnd

@@ -1,4 +1,4 @@
-"""Declare options, and the words they take, for the spec and for what the backends declare."""
+"""Declare options, and the values they take, for the spec and for what the backends declare."""
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import field
@@ -35,8 +35,8 @@ def option(
     """Return a dataclass field that is also a command line option.
 
     `flags` are extra switches that set the field to a fixed value, such as {"--compile": Compile.BLOCKS}; with
-    named=False they are the only way to set it. `bare` is what the field's own flag sets where no word follows it.
-    `choices` are the words that a text value may be; `metavar` says in the help what it may be where that is no list.
+    named=False they are the only way to set it. `bare` is what the field's own flag sets where no value follows it.
+    `choices` are the values that text may have; `metavar` says in the help what it may be where that is no list.
     `aliases` are other flags for the same, such as `-o`. `brief` is the line of `replay --help`; without it an option
     is in --help-all alone.
     `choices`, and functions for `help` and `metavar`, are evaluated when needed, because more backends may have been
