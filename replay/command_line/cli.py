@@ -109,7 +109,6 @@ def _replay(job: ChildJob, *, typed: Sequence[str], show_traceback: bool, explai
     # Going through what is imported takes the collector a fifth of the time of importing it. The runner enables it
     # again once the actor is open.
     gc.disable()
-    is_frozen = gc.get_freeze_count() > 0
     try:
         if explains:
             from replay.runner.run import explain
@@ -117,15 +116,19 @@ def _replay(job: ChildJob, *, typed: Sequence[str], show_traceback: bool, explai
             return explain(spec)
         from replay.api.here import run_here
 
-        # What was imported stays, so no collection has to go through it: each would take a third of a second. What a
-        # host has frozen stays frozen: `unfreeze` knows no difference.
-        if not is_frozen:
-            gc.freeze()
+        _freeze_imported()
         return run_here(spec, show_traceback=show_traceback, as_json=as_json).exit_code
     finally:
-        if not is_frozen:
-            gc.unfreeze()
         gc.enable()
+
+
+@cache
+def _freeze_imported() -> None:
+    """Keep what was imported, which stays, out of all collections: each would take a third of a second.
+
+    Once in a process: what a later run begins with may be garbage.
+    """
+    gc.freeze()
 
 
 for group, commands in COMMANDS.items():

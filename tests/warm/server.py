@@ -61,6 +61,10 @@ def serve(address: str, owner: int, more_imports: Sequence[str]) -> Program:
     gc.disable()
     for name in (*IMPORTS, *on_ray, *more_imports):
         importlib.import_module(name)
+    # What each would make for itself: the commands of `replay`, and DeepSpeed's answers from the compiler.
+    commands: Any = importlib.import_module("replay.command_line.cli")
+    commands._build_commands()
+    assert importlib.import_module("deepspeed.ops").__compatible_ops__
     # torchrun's agent asks `inspect` for names of its callers, which goes through all modules for each frame: 2.5 s.
     rendezvous: Any = sys.modules["torch.distributed.elastic.rendezvous.dynamic_rendezvous"]
     rendezvous.get_method_name = lambda depth=2: sys._getframe(depth).f_code.co_name

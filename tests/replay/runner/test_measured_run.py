@@ -108,15 +108,9 @@ def test_garbage_is_collected_in_passes_and_behind_a_run_that_was_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[bool] = []
-    gc.freeze()
-    num_frozen = gc.get_freeze_count()
     measure_replay(tmp_path / "logs", monkeypatch, make_forward_loss(lambda: seen.append(gc.isenabled())))
-    # Of what was frozen by others some objects have died since.
-    assert gc.get_freeze_count() > num_frozen // 2
-    gc.unfreeze()
-    measure_replay(tmp_path / "more", monkeypatch, make_forward_loss(lambda: seen.append(gc.get_freeze_count() > 0)))
-    assert gc.get_freeze_count() == 0
-    assert seen == [True] * 6
+    # The collections of a process that runs many go on to leave out what was imported.
+    assert gc.get_freeze_count() > 100_000
+    assert seen == [True, True, True]
     assert main(["--inputs", str(tmp_path / "nowhere")]) == 2
     assert gc.isenabled()
-    gc.freeze()
