@@ -151,10 +151,9 @@ def _parser(*, has_importers: bool = False) -> argparse.ArgumentParser:
     pack.add_argument("target", type=Path, metavar="NEW_FILE", help="Zip file to write.")
     pack.add_argument(
         "--max-bytes",
-        type=int,
         default=DEFAULT_MAX_BYTES,
-        metavar="BYTES",
-        help=f"Largest size of the zip file (default: {DEFAULT_MAX_BYTES}, {DEFAULT_MAX_BYTES // 2**20} MiB).",
+        metavar="SIZE",
+        help=f"Largest size of the zip file (default: {DEFAULT_MAX_BYTES // 2**20}MiB).",
     )
     return parser
 
@@ -184,7 +183,7 @@ def _add_run(commands: Any) -> None:
         "--passes", metavar="all|train|rollout", help="With autograd on (train), off (rollout), or all."
     )
     retention.add_argument("--max-files", type=int, metavar="N", help="At most N files for each rank.")
-    retention.add_argument("--max-bytes", type=int, metavar="BYTES", help="At most so many bytes for each rank.")
+    retention.add_argument("--max-bytes", metavar="SIZE", help="At most so much for each rank, as 10GB.")
     retention.add_argument("--keep", metavar="first|last", help="Which passes stay when a limit is reached.")
     retention.add_argument(
         "--flight-recorder", type=int, metavar="N", help="Keep the last N passes in memory; an incident writes them."
@@ -387,7 +386,7 @@ def _convert(parsed: argparse.Namespace) -> int:
         parsed.target,
         project=parsed.project,
         num_rows=parsed.rows,
-        segment=_parse_segment_size(parsed.segment),
+        segment=None if parsed.segment is None else _parse_size("segment", parsed.segment),
         on_progress=bar.show,
     )
     bar.clear()
@@ -413,20 +412,21 @@ def _redact(parsed: argparse.Namespace) -> int:
 def _pack(parsed: argparse.Namespace) -> int:
     from capture.folder_tools.pack import pack_folder
 
-    packed = pack_folder(parsed.folder, parsed.target, max_bytes=parsed.max_bytes)
+    max_bytes = _parse_size("max_bytes", parsed.max_bytes)
+    packed = pack_folder(parsed.folder, parsed.target, max_bytes=max_bytes)
     print(f"packed     {packed.num_passes} passes in {packed.path}, {packed.num_bytes:,} bytes")
     if packed.left_out is not None:
-        limit = f"more than {parsed.max_bytes:,} bytes"
+        limit = f"more than {max_bytes:,} bytes"
         print(f"excluded   {packed.num_left_out} passes, from {packed.left_out} on: {limit}")
     print("           it holds what was captured; to take the text out first: capture redact")
     return 0
 
 
-def _parse_segment_size(typed: str | None) -> int | None:
-    from capture.record.retention import parse_segment_bytes
+def _parse_size(name: str, typed: str | int) -> int:
+    from capture.record.retention import parse_num_bytes
 
     try:
-        return None if typed is None else parse_segment_bytes(typed)
+        return parse_num_bytes(name, typed)
     except ValueError as error:
         raise CaptureError(str(error)) from None
 

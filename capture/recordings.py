@@ -28,7 +28,7 @@ def recording(
     ranks: str | int | Iterable[int] | None = None,
     passes: Passes = "all",
     max_files: int | None = None,
-    max_bytes: int | None = None,
+    max_bytes: str | int | None = None,
     keep: WhichEnd = "first",
     flight_recorder: int | None = None,
     slow_step: float | str | None = None,

@@ -82,7 +82,7 @@ def check_retention(
     ranks: str | int | Iterable[int] | None = None,
     passes: Passes = "all",
     max_files: int | None = None,
-    max_bytes: int | None = None,
+    max_bytes: str | int | None = None,
     keep: WhichEnd = "first",
     flight_recorder: int | None = None,
     slow_step: float | str | None = None,
@@ -91,12 +91,12 @@ def check_retention(
     routes: bool = True,
     **unknown: NoReturn,
 ) -> RetentionSettings:
-    """Check the settings as people type them: forwards as `100:200`, ranks as `0,3`, `64MB` a segment, `60s` a step.
+    """Check the settings as people type them: forwards as `100:200`, ranks as `0,3`, sizes as `64MB`, `60s` a step.
 
     Raises ValueError for a value that is not allowed, and TypeError for an unknown setting.
     """
     _refuse_unknown(unknown)
-    counts = {"every": every, "max_files": max_files, "max_bytes": max_bytes, "flight_recorder": flight_recorder}
+    counts = {"every": every, "max_files": max_files, "flight_recorder": flight_recorder}
     for name, value in counts.items():
         if value is not None and (type(value) is not int or value < 1):
             raise ValueError(f"{name} must be an integer of 1 or more, not {value!r}")
@@ -107,9 +107,10 @@ def check_retention(
     if keep == "last" and max_files is None and max_bytes is None:
         raise ValueError("keep='last' needs a limit: max_files or max_bytes. Without one every pass is kept")
     first_forward, end_forward = _parse_forwards(forwards)
-    segment_bytes = None if segment is None else parse_segment_bytes(segment)
+    limit = None if max_bytes is None else parse_num_bytes("max_bytes", max_bytes)
+    segment_bytes = None if segment is None else parse_num_bytes("segment", segment)
     if segment_bytes is not None:
-        _check_segment(segment_bytes, keep, max_files, max_bytes)
+        _check_segment(segment_bytes, keep, max_files, limit)
     return RetentionSettings(
         every=every,
         first_forward=first_forward,
@@ -117,7 +118,7 @@ def check_retention(
         ranks=_parse_ranks(ranks),
         passes=passes,
         max_files=max_files,
-        max_bytes=max_bytes,
+        max_bytes=limit,
         keep=keep,
         flight_recorder=flight_recorder,
         slow_step=slow_factor,
@@ -147,12 +148,12 @@ def _check_segment(num_bytes: int, keep: WhichEnd, max_files: int | None, max_by
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
-def parse_segment_bytes(segment: str | int) -> int:
-    """Read the size of a segment, a number of bytes or such as `64MB`, `1GiB`. Raises ValueError."""
-    match = re.fullmatch(r"(\d{1,15}) ?([A-Z]*)", str(segment).upper())
-    num_bytes = int(match[1]) * _UNITS.get(match[2], 0) if match and not isinstance(segment, bool) else 0
+def parse_num_bytes(name: str, size: str | int) -> int:
+    """Read the size that setting `name` was given: a number of bytes, or such as `64MB`, `1GiB`. Raises ValueError."""
+    match = re.fullmatch(r"(\d{1,15}) ?([A-Z]*)", str(size).upper())
+    num_bytes = int(match[1]) * _UNITS.get(match[2], 0) if match and not isinstance(size, bool) else 0
     if num_bytes < 1:
-        raise ValueError(f"segment must be a size, such as 64MB, 1GiB or a number of bytes, not {segment!r}")
+        raise ValueError(f"{name} must be a size, such as 64MB, 1GiB or a number of bytes, not {size!r}")
     return num_bytes
 
 

@@ -22,7 +22,7 @@ from capture.file_format.folder_layout import MAX_RANKS_IN_ONE_FOLDER
 from capture.file_format.manifest import check_folder, read_manifest
 from capture.file_format.segment import Segment, index_path_of
 from capture.file_format.segment_record import RECORD_BYTES
-from capture.record.retention import check_retention, parse_segment_bytes
+from capture.record.retention import check_retention, parse_num_bytes
 from tests.helpers.small_jobs import TinyModel, steps_in
 from tests.warm import warm_bin
 
@@ -298,6 +298,8 @@ def test_a_disk_that_is_full_costs_the_passes_after_it(
         ({"segment": "64 megabytes"}, "segment must be a size, such as 64MB"),
         ({"segment": 0}, "segment must be a size"),
         ({"segment": True}, "segment must be a size"),
+        ({"max_bytes": "10 gigabytes"}, "max_bytes must be a size, such as 64MB"),
+        ({"max_bytes": 0}, "max_bytes must be a size"),
         ({"segment": "1MB", "max_files": 3}, "max_files counts files of one pass each"),
         ({"segment": 600, "max_bytes": 1000, "keep": "last"}, "at most half of max_bytes"),
     ],
@@ -309,7 +311,8 @@ def test_settings_that_do_not_go_together_are_refused(settings: dict[str, Any], 
 
 def test_sizes_are_read_with_their_units() -> None:
     sizes: dict[int | str, int] = {"64MB": 64 * 10**6, "1 GiB": 2**30, "4kb": 4000, 77: 77, "12": 12}
-    assert [parse_segment_bytes(typed) for typed in sizes] == list(sizes.values())
+    assert [parse_num_bytes("segment", typed) for typed in sizes] == list(sizes.values())
+    assert check_retention(segment="1MB", max_bytes="2MB", keep="last").max_bytes == 2 * 10**6
 
 
 @pytest.mark.parametrize("keep", ["first", "last"])

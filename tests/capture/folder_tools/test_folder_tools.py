@@ -231,7 +231,7 @@ def test_a_package_is_refused_rather_than_empty_or_overwritten(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     target = tmp_path / "out.zip"
-    assert main(["pack", str(find_sample_folder()), str(target), "--max-bytes", "100"]) == 2
+    assert main(["pack", str(find_sample_folder()), str(target), "--max-bytes", "100B"]) == 2
     assert "Try: a larger --max-bytes" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
     target.write_text("mine")
