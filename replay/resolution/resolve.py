@@ -9,7 +9,7 @@ else the default. Rank 0 chooses, and the others get what it chose; files and at
 
 import math
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 
 from actor_init.attention.kernel_choice import choose_kernel_on_all_ranks
 from actor_init.declarations.backends import find_backend_declaration
@@ -60,6 +60,21 @@ from replay.verdict.weight_check import WeightChecker
 WHY_KERNEL_OF_PROBE = "packed documents stay apart with it, and not with the kernel that was to be taken first"
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _KernelAndLayout:
+    """The attention kernel and the layout of rows, before and after the probe of the model.
+
+    actor_before_probe  with the job's kernel, if it can be had here
+    actor               with the layout that the probe found right, and the kernel that is right for it
+    attention_reason    why that kernel; empty where nobody would ask
+    """
+
+    actor_before_probe: ActorSpec
+    actor: ActorSpec
+    layout: Layout
+    attention_reason: str
+
+
 def resolve(
     spec: ReplaySpec,
     selection: Selection,
@@ -70,24 +85,20 @@ def resolve(
 ) -> ResolvedReplay:
     """Choose what the options leave open.
 
-    The choices come in this order: what the job's captures say; the model, found on every rank; the parameters that the
-    job froze; whether and how the optimizer steps; the attention kernel that the job had; the layout of rows, which a
-    probe of the model decides; how log-probs come from the head; the kernel by its name in transformers. Last come the
-    settings that have a default: those of the backend, the optimizer, the inputs and the objective. Each choice is
-    listed with who made it and why.
+    The stages, each of which needs what those before it chose:
+    1. what the job's captures tell: dtype, packing, fused modules, accumulation, routing
+    2. the model, found on every rank, and which of its parameters the job froze
+    3. whether and how the optimizer steps
+    4. the attention kernel and the layout of rows: the job's kernel, unless a probe of the model finds it wrong
+    5. how log-probs come from the head
+    6. the kernel by its name in transformers
+    7. the settings that are left and have a default: those of the backend, the optimizer, the inputs and the objective
 
-    Here the spec of the actor has seven stages:
-    1. `spec.actor`: what was typed
-    2. `spec_from_job.actor`: with what the captures tell: dtype, packing, fused modules, accumulation, routing
-    3. `spec_with_steps.actor`: with the optimizer
-    4. `actor_before_probes`: with the job's attention kernel, if it can be had here
-    5. `actor_with_layout`: with the layout of rows, and the kernel that is right for it
-    6. `actor_with_head`: with how log-probs come from the head
-    7. `actor_with_kernel_word`: with the option value of the chosen kernel, if it has one
+    Each choice is listed with who made it and why.
 
     spec        what was typed
     selection   the inputs of this rank, and what the captures tell of the job's windows
-    first_call  the call of this rank's first capture; None if it cannot be read
+    first_call  what this rank's first capture holds; None if it cannot be read
     loss        what `choose_loss` chose
     objective   the objective that `loss` names; None for the stand-in (mean negated log-prob, when the loss is unknown)
                 and for sft
@@ -96,94 +107,115 @@ def resolve(
     """
     # Rank 0 chooses for all ranks: their files and their hardware may differ. From here on its spec counts on all of
     # them, since what another rank was given may differ too.
-    spec_of_rank0, job_choices = compute_on_rank0(
+    typed, job_choices = compute_on_rank0(
         world, lambda: (spec, choose_from_job(spec, first_call, selection, world.device.type))
     )
-    spec_from_job = replace(spec_of_rank0, actor=apply_choices(spec_of_rank0.actor, job_choices))
+    spec_from_job = replace(typed, actor=apply_choices(typed.actor, job_choices))
 
-    model_source = find_model_source_on_all_ranks(spec_from_job, world)
-    # It builds a model to list its parameters, so the choices of frozen parameters and of steps share one.
-    weight_checker = WeightChecker(model_source)
-    frozen = world.broadcast_from_rank0(
-        find_frozen_in_job(spec_from_job, model_source, weight_checker, first_call, selection.rounds)
-    )
-    model_source = replace(model_source, frozen=frozen.always, frozen_later=frozen.later)
+    model_source, weight_checker, first_unfollowed_forward = _find_model(spec_from_job, selection, first_call, world)
 
     spec_with_loss = replace(spec_from_job, measure=replace(spec_from_job.measure, loss=loss.value))
     step_choice = choose_steps(spec_with_loss, model_source, weight_checker, selection, first_call, world)
     spec_with_steps = step_choice.apply_to_spec(spec_with_loss)
-    job_steps = step_choice.job_steps
-    if job_steps is not None:
-        model_source = replace(model_source, optimizer_groups=job_steps.groups)
+    model_source = step_choice.apply_to_source(model_source)
 
-    attention: ChosenAttention = world.broadcast_from_rank0(
-        choose_job_kernel(spec_with_steps.actor, first_call, world.device, model_source.config)
-    )
-    actor_before_probes = replace(spec_with_steps.actor, attention=attention.option_value)
-    is_packing_typed = spec_of_rank0.actor.packing is not None
-    actor_with_layout, layout = choose_layout(
-        actor_before_probes,
-        model_source.config,
-        world,
-        is_typed=is_packing_typed,
-        trains=spec_with_steps.inputs.passes is not Passes.ROLLOUT,
-    )
-    if actor_with_layout.attention != actor_before_probes.attention:
-        attention = replace(attention, why=WHY_KERNEL_OF_PROBE)
-    # Show the user why rows stay padded: the job's labels need it.
-    if selection.padding_predicts_label and not is_packing_typed and not layout.why:
-        layout = replace(layout, why=PADDING_PREDICTS_LABEL)
+    probed = _choose_kernel_and_layout(typed.actor, spec_with_steps, model_source, selection, first_call, world)
+    model_source = replace(model_source, layout=probed.layout)
+
     why_whole_logits = explain_whole_logits(spec_with_steps, objective)
-    model_source = replace(model_source, layout=layout)
     head_form, head_choice = choose_head(
-        spec_with_steps,
-        actor_with_layout,
-        model_source,
-        selection,
-        first_call,
-        world,
-        why_whole_logits=why_whole_logits,
+        spec_with_steps, probed.actor, model_source, selection, first_call, world, why_whole_logits=why_whole_logits
     )
-    actor_with_head = replace(actor_with_layout, head=head_choice.value)
     model_source = replace(model_source, head=head_form)
-    kernel_name = choose_kernel_on_all_ranks(actor_with_head, world, model_source.config)
-    actor_with_kernel_word = set_attention_option(actor_with_head, kernel_name)
+    actor_with_head = replace(probed.actor, head=head_choice.value)
 
-    choices_with_defaults = [
+    kernel_name = choose_kernel_on_all_ranks(actor_with_head, world, model_source.config)
+    actor_with_kernel = set_attention_option(actor_with_head, kernel_name)
+
+    remaining_choices = [
         *_list_backend_and_optimizer_settings(actor_with_head),
         *_list_inputs_settings(spec_with_steps.inputs, selection),
         *_choose_clip_high_default(spec_with_steps),
     ]
     choices = [
-        *(
-            _finalize_packing_choice(choice, actor_with_head, layout) if choice.setting == PACKING else choice
-            for choice in job_choices
-        ),
-        # `_explain_attention` needs the actor before `set_attention_option`, where `auto` says that nobody named one.
-        _explain_attention(attention, kernel_name, spec_of_rank0.actor, actor_before_probes, actor_with_head),
+        *_finalize_packing_choice(job_choices, actor_with_head, probed.layout),
+        _explain_attention(probed, kernel_name, typed.actor),
         *_explain_model(spec_with_steps, model_source),
         head_choice,
         *_list_choices_left_to_actor(actor_with_head),
         loss,
-        *step_choice.list_choices(spec_of_rank0.actor),
-        *choices_with_defaults,
+        *step_choice.list_choices(typed.actor),
+        *remaining_choices,
     ]
+    job_steps = step_choice.job_steps
     return ResolvedReplay(
-        actor=_apply_to_part(actor_with_kernel_word, "actor", choices_with_defaults),
-        inputs=_apply_to_part(spec_with_steps.inputs, "inputs", choices_with_defaults),
+        actor=_apply_to_part(actor_with_kernel, "actor", remaining_choices),
+        inputs=_apply_to_part(spec_with_steps.inputs, "inputs", remaining_choices),
         measure=spec_with_steps.measure,
         state=spec_with_steps.state,
-        objective=_apply_to_part(spec_with_steps.objective, "objective", choices_with_defaults),
+        objective=_apply_to_part(spec_with_steps.objective, "objective", remaining_choices),
         source=model_source,
         device=world.device,
         kernel=kernel_name,
-        choices=tuple(_add_typed(choices, spec_of_rank0)),
-        attention_reason=attention.why,
+        choices=tuple(_add_typed(choices, typed)),
+        attention_reason=probed.attention_reason,
         why_whole_logits=why_whole_logits,
         step_settings=job_steps.settings if job_steps is not None else {},
         followed_settings=job_steps.setting_names if job_steps is not None else frozenset(),
         job_code_clip_norm=job_steps.job_code_clip_norm if job_steps is not None else None,
-        first_unfollowed_forward=frozen.first_unfollowed_forward,
+        first_unfollowed_forward=first_unfollowed_forward,
+    )
+
+
+def _find_model(
+    spec: ReplayParts, selection: Selection, first_call: CapturedCall | None, world: World
+) -> tuple[ModelSource, WeightChecker, int | None]:
+    """Find the model and what of it the job froze, on all ranks together.
+
+    Returns the model's source; a checker of its weights; and the job's forward from which on this run cannot train the
+    parameters that the job trained (None: it can throughout).
+    """
+    source = find_model_source_on_all_ranks(spec, world)
+    # It builds a model to list its parameters, so the choices of frozen parameters and of steps share one.
+    weight_checker = WeightChecker(source)
+    frozen = world.broadcast_from_rank0(find_frozen_in_job(spec, source, weight_checker, first_call, selection.rounds))
+    source = replace(source, frozen=frozen.always, frozen_later=frozen.later)
+    return source, weight_checker, frozen.first_unfollowed_forward
+
+
+def _choose_kernel_and_layout(
+    typed: ActorSpec,
+    spec: ReplayParts,
+    source: ModelSource,
+    selection: Selection,
+    first_call: CapturedCall | None,
+    world: World,
+) -> _KernelAndLayout:
+    """Choose the attention kernel that the job had, if it can be had here, and let a probe of the model check it.
+
+    The probe packs rows if documents stay apart with that kernel; else it takes another kernel, or pads the rows. All
+    ranks must call this.
+    """
+    attention: ChosenAttention = world.broadcast_from_rank0(
+        choose_job_kernel(spec.actor, first_call, world.device, source.config)
+    )
+    actor_before_probe = replace(spec.actor, attention=attention.option_value)
+    is_packing_typed = typed.packing is not None
+    actor, layout = choose_layout(
+        actor_before_probe,
+        source.config,
+        world,
+        is_typed=is_packing_typed,
+        trains=spec.inputs.passes is not Passes.ROLLOUT,
+    )
+    # Show the user why rows stay padded: the job's labels need it.
+    if selection.padding_predicts_label and not is_packing_typed and not layout.why:
+        layout = replace(layout, why=PADDING_PREDICTS_LABEL)
+    return _KernelAndLayout(
+        actor_before_probe=actor_before_probe,
+        actor=actor,
+        layout=layout,
+        attention_reason=attention.why if actor.attention == actor_before_probe.attention else WHY_KERNEL_OF_PROBE,
     )
 
 
@@ -249,33 +281,36 @@ def explain_whole_logits(spec: ReplayParts, objective: Objective | None) -> str:
     return f"--loss {objective.loss} may ask for them" if objective and objective.needs_whole_logits else ""
 
 
-def _explain_attention(
-    attention: ChosenAttention, kernel_name: str, typed: ActorSpec, before_probes: ActorSpec, chosen: ActorSpec
-) -> ResolvedChoice:
-    """Tell who chose the attention kernel, and why.
-
-    before_probes  with the job's kernel, if it can be had here
-    chosen         with the kernel that is right for the layout of rows, before an open choice gets its name
-    """
+def _explain_attention(probed: _KernelAndLayout, kernel_name: str, typed: ActorSpec) -> ResolvedChoice:
+    """Tell who chose the attention kernel, and why."""
+    # In `probed` the attention is still `auto` where nobody named a kernel.
+    before, after = probed.actor_before_probe, probed.actor
     if typed.attention != Attention.AUTO:
         by = ChosenBy.TYPED
-    elif typed.is_custom or chosen.attention != before_probes.attention:
+    elif typed.is_custom or after.attention != before.attention:
         by = ChosenBy.MODEL
-    elif before_probes.attention == Attention.AUTO:
+    elif before.attention == Attention.AUTO:
         by = ChosenBy.MACHINE
     else:
         by = ChosenBy.JOB
-    # These reasons are for where `attention.why` is empty: on a CPU, and for a ring, of which `choose_job_kernel` says
-    # nothing.
+    # These are for where `attention_reason` is empty: on a CPU, and for a ring, which `choose_job_kernel` leaves alone.
     machine_reason = (
-        "the fastest of a ring's kernels that can be had here" if chosen.parallel.ring > 1 else "what a CPU has"
+        "the fastest of a ring's kernels that can be had here" if after.parallel.ring > 1 else "what a CPU has"
     )
     default_reasons = {ChosenBy.JOB: "its captures name it", ChosenBy.MACHINE: machine_reason}
-    return ResolvedChoice(setting=ATTENTION, value=kernel_name, by=by, why=attention.why or default_reasons.get(by, ""))
+    why = probed.attention_reason or default_reasons.get(by, "")
+    return ResolvedChoice(setting=ATTENTION, value=kernel_name, by=by, why=why)
 
 
-def _finalize_packing_choice(packing: ResolvedChoice, actor: ActorSpec, layout: Layout) -> ResolvedChoice:
-    """Return the choice of packing as the probe leaves it, with who decided it and why."""
+def _finalize_packing_choice(
+    job_choices: Sequence[ResolvedChoice], actor: ActorSpec, layout: Layout
+) -> Iterator[ResolvedChoice]:
+    """Yield the choices, among them that of packing as the probe leaves it, with who decided it and why."""
+    for choice in job_choices:
+        yield _explain_packing(choice, actor, layout) if choice.setting == PACKING else choice
+
+
+def _explain_packing(packing: ResolvedChoice, actor: ActorSpec, layout: Layout) -> ResolvedChoice:
     by = ChosenBy.MODEL if packing.value != actor.packs else packing.by
     if by is ChosenBy.TYPED and not layout.why:
         return replace(packing, value=actor.packs, by=by, why="")

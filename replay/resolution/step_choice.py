@@ -48,6 +48,10 @@ class StepChoice:
         """Return the spec with the mode of the steps, and with their optimizer and clipping."""
         return replace(spec, actor=self.apply(spec.actor), measure=replace(spec.measure, step=self.mode))
 
+    def apply_to_source(self, source: ModelSource) -> ModelSource:
+        """Return the model with the groups of parameters that the job's optimizer had, if its steps are taken."""
+        return source if self.job_steps is None else replace(source, optimizer_groups=self.job_steps.groups)
+
     def list_choices(self, typed: ActorSpec) -> Iterator[ResolvedChoice]:
         """Yield whether the optimizer steps and, unless they were typed, which one it is and what norm it clips to."""
         yield ResolvedChoice(setting=STEP, value=self.mode, by=self.by, why=self.why)

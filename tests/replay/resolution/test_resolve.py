@@ -36,6 +36,7 @@ from replay.resolution.job_defaults import choose_from_job, choose_job_kernel
 from replay.resolution.resolve import (
     WHY_KERNEL_OF_PROBE,
     _explain_attention,
+    _KernelAndLayout,
     choose_loss,
     resolve,
 )
@@ -153,7 +154,10 @@ def test_the_steps_of_a_job_in_fp16_are_taken_on_a_cpu_where_the_backend_has_it(
 def test_the_reason_for_a_ring_s_kernel_is_true_on_each_device(device: str) -> None:
     spec = ActorSpec(parallel=ParallelSpec(ring=2)).with_defaults()
     kernel = choose_job_kernel(spec, None, torch.device(device), tiny_config("llama"))
-    choice = _explain_attention(kernel, "ring_fa2", spec, spec, spec)
+    probed = _KernelAndLayout(
+        actor_before_probe=spec, actor=spec, layout=Layout(packs=True), attention_reason=kernel.why
+    )
+    choice = _explain_attention(probed, "ring_fa2", spec)
     assert (choice.by, choice.why) == (
         ChosenBy.MACHINE,
         "the fastest of a ring's kernels that can be had here",
