@@ -83,7 +83,7 @@ class World:
     def ring_group(self) -> dist.ProcessGroup:
         return self.mesh.get_group("ring")
 
-    def meet(self) -> None:
+    def barrier(self) -> None:
         """Wait, on the device's own queue, until every rank has called this."""
         if self.world_size > 1:
             dist.all_reduce(torch.zeros(1, device=self.device))

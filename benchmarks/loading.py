@@ -39,7 +39,7 @@ def main() -> int:
         folder = given.folder or Path(world.broadcast_from_rank0(own))
         if world.rank == 0 and not any(folder.glob("*.safetensors")):
             make(folder, num_layers=given.layers, hidden_size=given.hidden)
-        world.meet()
+        world.barrier()
         files = sorted(folder.glob("*.safetensors"))
         kinds: dict[str, Callable[[], None]] = {
             "loading": lambda: load(folder, world),
@@ -54,11 +54,11 @@ def main() -> int:
                 read(files)
             elif world.rank == 0:
                 forget(files)
-            world.meet()
+            world.barrier()
             began = time.perf_counter()
             if name.startswith("loading") or world.rank == 0:
                 kinds[name]()
-            world.meet()
+            world.barrier()
             seconds = time.perf_counter() - began
             return [{"s": seconds, "GB/s": num_bytes / seconds / 1e9}]
 

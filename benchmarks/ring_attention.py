@@ -159,7 +159,7 @@ def bare(ring: RingSlice, inputs: list[Tensor]) -> Pass:
 
 def measured(world: World, run: Pass, num_ranks: int, number: int) -> list[Sample]:
     """Return the seconds of a pass on the slowest rank, and of as many ranks as work on the row."""
-    world.meet()
+    world.barrier()
     slowest = torch.tensor(timed(world, run), device=world.device)
     dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
     return [{"s": slowest.item(), "of all ranks": slowest.item() * num_ranks}]

@@ -35,14 +35,14 @@ ItemT = TypeVar("ItemT")
 class _Wakeup(Enum):
     """Stands for an item where the thread woke up without one; an Enum, so that a type checker tells it from items."""
 
-    DEADLINE_PASSED = auto()
+    DEADLINE_REACHED = auto()
 
 
 class Deadline(Protocol):
     """A deadline that is not the writer's own, such as that of the job's step; the thread watches it as it waits."""
 
     def seconds_left(self) -> float | None:
-        """Return the seconds that are left, 0 once it has passed; None while there is no deadline.
+        """Return the seconds that are left, 0 once it is reached; None while there is no deadline.
 
         The writer's thread calls it while it holds its lock, which the job's thread needs: so this must not wait.
         """
@@ -61,19 +61,19 @@ class BackgroundWriter(Generic[ItemT]):
 
     At most `max_queued` passes wait, with at most MAX_QUEUED_BYTES bytes in all; a larger pass waits alone.
 
-    num_dropped      passes lost because the queue was full, because `handle` refused them (CaptureError), because
+    num_dropped      passes dropped because the queue was full, because `handle` refused them (CaptureError), because
                      writing had stopped, or because `close` had been called. If writing stops while `handle` works on a
-                     pass, that pass counts as lost until `handle` returns, since it may never return
+                     pass, that pass counts as dropped until `handle` returns, since it may never return
     failure          the exception that has stopped writing, or None
     refusal          why `handle` refused the first of the passes that it refused, or None
     flush_requested  an event, set by `drain` or an urgent item, and cleared when the queue is empty. While it is set,
-                     the thread handles items without waiting for `wake`, and PassStore limits its wait for copies from
-                     a device
+                     the thread handles items without waiting for `wake`, and `handle` may wait only briefly for tensors
+                     that are being copied from a device
 
     The thread calls these:
 
     * `on_idle`: when it has handled all that it was woken for, and after `on_deadline` if no item is ready
-    * `on_deadline`: when it waits and `deadline` has passed. It has to end or move the deadline: as long as
+    * `on_deadline`: when it waits and `deadline` is reached. It has to end or move the deadline: as long as
       `deadline.seconds_left()` returns 0, it is called again at once
     * `on_end`: as its last act, with whether writing has failed
 
@@ -112,8 +112,8 @@ class BackgroundWriter(Generic[ItemT]):
         self._num_queued_passes = 0
         self._num_queued_bytes = 0
         self._num_dropped = 0
-        self._is_busy = False
-        self._has_pass_in_hand = False
+        self._is_handling_item = False
+        self._is_handling_pass = False
         self._is_closing = False
         self._has_warned_of_full_queue = False
         # The lock of a Condition is re-entrant (an RLock). That is needed: a signal's handler may interrupt the job's
@@ -125,7 +125,7 @@ class BackgroundWriter(Generic[ItemT]):
     @property
     def num_dropped(self) -> int:
         with self._changed:
-            return self._num_dropped + (self._has_pass_in_hand and self.failure is not None)
+            return self._num_dropped + (self._is_handling_pass and self.failure is not None)
 
     def queue_pass(self, item: ItemT, num_bytes: int) -> bool:
         """Queue a pass, or drop it, without waiting. Returns whether it was queued."""
@@ -191,21 +191,21 @@ class BackgroundWriter(Generic[ItemT]):
         """
         drain_until = time.monotonic() + max_seconds
         with self._changed:
-            if self._queue or self._is_busy:
+            if self._queue or self._is_handling_item:
                 self.flush_requested.set()
                 self._changed.notify_all()
-            while (self._queue or self._is_busy) and self.failure is None and self._thread.is_alive():
+            while (self._queue or self._is_handling_item) and self.failure is None and self._thread.is_alive():
                 if not self._changed.wait(drain_until - time.monotonic()) and time.monotonic() >= drain_until:
                     return False
             return True
 
-    def give_up(self, failure: Exception, num_lost: int = 0) -> None:
+    def give_up(self, failure: Exception, num_not_queued: int = 0) -> None:
         """Stop writing for good, with one warning, and drop what is queued now and what comes later.
 
-        num_lost  passes that the failure has kept out of the queue
+        num_not_queued  passes that the failure has kept out of the queue
         """
         with self._changed:
-            self._num_dropped += num_lost + self._num_queued_passes
+            self._num_dropped += num_not_queued + self._num_queued_passes
             self._queue.clear()
             self._num_ready = 0
             self._num_queued_passes = self._num_queued_bytes = 0
@@ -242,13 +242,13 @@ class BackgroundWriter(Generic[ItemT]):
         except Exception as error:
             self.give_up(error)
 
-    def _wait_for_work(self) -> tuple[ItemT, bool] | Literal[_Wakeup.DEADLINE_PASSED] | None:
+    def _wait_for_work(self) -> tuple[ItemT, bool] | Literal[_Wakeup.DEADLINE_REACHED] | None:
         """Wait for an item that may be handled, for the deadline, or for the end.
 
-        Returns the item and whether it is a pass; DEADLINE_PASSED if that comes first; None at the end.
+        Returns the item and whether it is a pass; DEADLINE_REACHED if that comes first; None at the end.
         """
         with self._changed:
-            self._is_busy = False
+            self._is_handling_item = False
             while not self._num_ready:
                 if not self._queue:
                     # Whoever waits in `drain` waits for this moment.
@@ -261,7 +261,7 @@ class BackgroundWriter(Generic[ItemT]):
                     break
                 seconds_left = None if self._deadline is None else self._deadline.seconds_left()
                 if seconds_left == 0:
-                    return _Wakeup.DEADLINE_PASSED
+                    return _Wakeup.DEADLINE_REACHED
                 max_seconds = MAX_DELAY_SECONDS if seconds_left is None else min(seconds_left, MAX_DELAY_SECONDS)
                 was_woken = self._changed.wait(max_seconds)
                 if not was_woken:
@@ -271,12 +271,12 @@ class BackgroundWriter(Generic[ItemT]):
             self._num_ready -= 1
             self._num_queued_passes -= is_pass
             self._num_queued_bytes -= num_bytes
-            self._is_busy, self._has_pass_in_hand = True, is_pass
+            self._is_handling_item, self._is_handling_pass = True, is_pass
             return item, is_pass
 
-    def _handle_work(self, next_work: tuple[ItemT, bool] | Literal[_Wakeup.DEADLINE_PASSED]) -> None:
-        """Handle an item, or a deadline that has passed."""
-        if next_work is _Wakeup.DEADLINE_PASSED:
+    def _handle_work(self, next_work: tuple[ItemT, bool] | Literal[_Wakeup.DEADLINE_REACHED]) -> None:
+        """Handle an item, or a deadline that is reached."""
+        if next_work is _Wakeup.DEADLINE_REACHED:
             self._on_deadline()
         else:
             self._handle_item(*next_work)
@@ -285,10 +285,10 @@ class BackgroundWriter(Generic[ItemT]):
 
     def _handle_item(self, item: ItemT, is_pass: bool) -> None:
         """Handle an item, and count a pass that `handle` refuses or fails at."""
-        is_lost_pass = is_pass
+        is_dropped_pass = is_pass
         try:
             self._handle(item)
-            is_lost_pass = False
+            is_dropped_pass = False
         except CaptureError as error:
             if not is_pass:
                 raise
@@ -297,5 +297,5 @@ class BackgroundWriter(Generic[ItemT]):
                 warn(f"capture: a pass that could not be replayed is dropped: {error}. Others like it are counted only")
         finally:
             with self._changed:
-                self._has_pass_in_hand = False
-                self._num_dropped += is_lost_pass
+                self._is_handling_pass = False
+                self._num_dropped += is_dropped_pass

@@ -415,7 +415,7 @@ class Recorder:
             self._enter_phase("in forward")
             self._capture_pass(args, kwargs)
         except Exception as error:
-            self._writer.give_up(error, num_lost=1)
+            self._writer.give_up(error, num_not_queued=1)
 
     def _end_pass(self, output: Any, error: BaseException | None) -> None:
         if error is None:

@@ -16,7 +16,7 @@ from typing import Self
 
 from actor_init.spec import UsageError
 from replay.agreement.plan import REPEATS, Cell, ParityPlan, Role
-from replay.campaign.campaign import Campaign, FinishedRun, PlannedRun
+from replay.campaign.campaign import Campaign, EndedRun, PlannedRun
 from replay.options.option_parsing import format_error_with_flags
 from replay.processes.pool import ProcessResult
 from replay.runlog.reader import PastRun
@@ -63,7 +63,7 @@ class ParityRow:
         has_run_alone = self.seconds is not None and self.ran_alone
         return self.state is RowState.PENDING or (self.state is RowState.FAILED and not has_run_alone)
 
-    def after(self, finished: FinishedRun) -> Self:
+    def after(self, finished: EndedRun) -> Self:
         """Return the row with what came of its run."""
         state, error, log = judge_child(finished.process_result)
         return replace(
@@ -87,7 +87,7 @@ class ParityLog:
         self.campaign.must_run_again = _has_failed_run
         self.rows = [ParityRow(cell=cell) for cell in self.campaign.plan.cells]
         for number, planned_run in enumerate(self.planned_runs):
-            if (finished := self.campaign.find_finished(planned_run)) is not None:
+            if (finished := self.campaign.find_ended(planned_run)) is not None:
                 self.rows[number] = self.rows[number].after(finished)
 
     @classmethod

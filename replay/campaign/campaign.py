@@ -89,7 +89,7 @@ def was_cut_short(process_result: ProcessResult) -> bool:
     return process_result.exit_code not in (0, 1, REFUSED_EXIT_CODE)
 
 
-class FinishedRun(NamedTuple):
+class EndedRun(NamedTuple):
     """How a planned run ended.
 
     One that has to run again (`Campaign.must_run_again`) is reported as new each time it runs.
@@ -268,12 +268,12 @@ class Campaign(Generic[PlanT]):
 
         planned_runs  all that the command will ask for; None: they are not known yet, so some may have to run
         """
-        if planned_runs is not None and all(self.find_finished(planned_run) for planned_run in planned_runs):
+        if planned_runs is not None and all(self.find_ended(planned_run) for planned_run in planned_runs):
             return
         executor.check_machine(self.machine, self.folder)
         refuse_other_versions(self.versions, self.folder)
 
-    def find_finished(self, planned_run: PlannedRun, position: int = 0) -> FinishedRun | None:
+    def find_ended(self, planned_run: PlannedRun, position: int = 0) -> EndedRun | None:
         """Return how a planned run ended, by the journal.
 
         None if it has not ended, or if it has to run again since others ran beside it (`must_run_again`).
@@ -290,7 +290,7 @@ class Campaign(Generic[PlanT]):
         # The others may have taken the memory or the time that it lacked: alone it might succeed.
         if not line.ran_alone and self.must_run_again(process_result):
             return None
-        return FinishedRun(position, process_result, line.ran_alone, is_new=False)
+        return EndedRun(position, process_result, line.ran_alone, is_new=False)
 
     def forget(self, planned_run: PlannedRun) -> None:
         """Forget, in this process, the result of a planned run, so that it runs again.
@@ -305,7 +305,7 @@ class Campaign(Generic[PlanT]):
         *,
         start_deadline: float | None = None,
         working_folder: Path = Path(),
-    ) -> Generator[FinishedRun]:
+    ) -> Generator[EndedRun]:
         """Yield how each planned run ended: those of the journal first; the others are run, and come as they end.
 
         A run that the deadline keeps from starting is not yielded.
@@ -316,21 +316,21 @@ class Campaign(Generic[PlanT]):
         assert self._task_runner is not None, "call open() first"
         pending = {}
         for position, planned_run in enumerate(planned_runs):
-            if (finished := self.find_finished(planned_run, position)) is not None:
-                yield finished
+            if (ended := self.find_ended(planned_run, position)) is not None:
+                yield ended
             else:
                 pending[position] = planned_run
         # Lazy: making a task claims its attempt folder.
         tasks = ((position, self._make_task(planned_run, working_folder)) for position, planned_run in pending.items())
         start_deadline = self._start_deadline if start_deadline is None else start_deadline
         for position, process_result in self._task_runner(tasks, start_deadline=start_deadline):
-            self._record(pending[position], process_result)
-            yield FinishedRun(position, process_result, self._runs_are_alone, is_new=True)
+            self._add_to_journal(pending[position], process_result)
+            yield EndedRun(position, process_result, self._runs_are_alone, is_new=True)
 
     def run(self, planned_run: PlannedRun, working_folder: Path = Path()) -> ProcessResult:
         """Return how one planned run ended: by the journal, else after a run, ignoring the start deadline."""
-        [finished] = self.run_all([planned_run], start_deadline=math.inf, working_folder=working_folder)
-        return finished.process_result
+        [ended] = self.run_all([planned_run], start_deadline=math.inf, working_folder=working_folder)
+        return ended.process_result
 
     def _make_task(self, planned_run: PlannedRun, working_folder: Path) -> Task:
         return Task.for_attempt(
@@ -342,7 +342,7 @@ class Campaign(Generic[PlanT]):
             folder=working_folder,
         )
 
-    def _record(self, planned_run: PlannedRun, process_result: ProcessResult) -> None:
+    def _add_to_journal(self, planned_run: PlannedRun, process_result: ProcessResult) -> None:
         """Write a planned run that has ended into the journal."""
         line = _JournalLine(
             job=planned_run.digest_in(self.folder),
@@ -379,7 +379,7 @@ class Interruption:
     def happened(self) -> bool:
         return self.error is not None
 
-    def pass_on(self, folder: Path) -> None:
+    def reraise(self, folder: Path) -> None:
         """Raise the interruption that ended the block, if one did, with a note that names `folder`.
 
         The caller has written the results before.

@@ -116,17 +116,17 @@ class TraceObserver(PassObserver):
 
     def __init__(self, trace: TraceWriter) -> None:
         self._trace = trace
-        self._ends_whole_window = False
+        self._ends_complete_window = False
 
     def before_pass(self, inputs: PassInputs) -> None:
-        self._ends_whole_window = inputs.window_end is WindowEnd.WHOLE
+        self._ends_complete_window = inputs.window_end is WindowEnd.COMPLETE
         self._trace.begin_pass(inputs.actor_inputs, inputs.window_factor)
 
     def after_forward(self, log_probs_BA: Tensor, loss: Tensor) -> None:
         self._trace.end_forward(log_probs_BA)
 
     def after_backward(self) -> None:
-        if self._ends_whole_window:
+        if self._ends_complete_window:
             self._trace.end_window()
 
 
@@ -189,7 +189,7 @@ class OptimizerStateSampler(PassObserver):
     ) -> Self | None:
         """Return what looks at the state, if there is one before this window's end. The same on every rank."""
         has_state = source.optimizer_state is not None or backend.progress().num_steps > 0
-        return cls(backend, world, recorded) if has_state and inputs.window_end is WindowEnd.WHOLE else None
+        return cls(backend, world, recorded) if has_state and inputs.window_end is WindowEnd.COMPLETE else None
 
     def after_backward(self) -> None:
         names = {name for rank_names in self._world.gather(sorted(self._recorded)) for name in rank_names}

@@ -35,7 +35,7 @@ from replay.runlog.token_log_probs import TokenPlaces, write_token_log_probs
 from replay.runner.accumulation_window import AccumulationWindow
 from replay.runner.checkpoint import digest_inputs
 from replay.runner.first_uses import ExpectedTimes, record_second_run
-from replay.runner.generator_observer import DrawCounter, GeneratorObserver, has_captured_places
+from replay.runner.generator_observer import DrawCounter, GeneratorObserver, has_captured_layout
 from replay.runner.meter import Meter
 from replay.runner.non_finite import NonFiniteSearch
 from replay.runner.observers import (
@@ -131,9 +131,12 @@ class Replayer:
     searches it for its first NaN or infinity, and `time_second_run` measures it again. After a pass that failed,
     `reopen_after_failure` opens the actor again.
 
-    trace       writes short random projections (sketches) of what each layer computed; None: the run is not traced
-    rounds      one InputRound per pass index: the inputs that the data ranks replay at the same time; empty: unknown
-    log_folder  where a run that keeps details (token log-probs, gradient sketches) writes them; None: it keeps none
+    meter           measures seconds and memory of a pass's phases
+    tracker         tells the watch, which notices dead and waiting ranks, what this rank is doing
+    weight_checker  compares the weights that the job recorded with the model's
+    trace           writes short random projections (sketches) of what each layer computed; None: the run is not traced
+    rounds          of each pass index: the inputs that the data ranks replay at the same time; empty: unknown
+    log_folder      where a run that keeps details (token log-probs, gradient sketches) writes them; None: it keeps none
     """
 
     def __init__(
@@ -158,6 +161,7 @@ class Replayer:
         self.window = AccumulationWindow(grad_accumulation=spec.actor.resolved_grad_accumulation, rounds=rounds)
         self.details_folder = log_folder if spec.measure.keeps_details else None
         self.non_finite_search = NonFiniteSearch(spec=spec.actor, world=world, report_progress=tracker.report_progress)
+        # Takes the optimizer steps that the job took, with the settings that they had there.
         self.step_follower = StepFollower(spec=spec, world=world)
         # The number of inputs up to the latest pass that succeeded and left no window open.
         self.num_inputs_completed = 0
@@ -169,6 +173,7 @@ class Replayer:
         self._must_reopen = False
         # The accumulation window has counted the pass that runs now, or ran last.
         self._is_pass_counted = False
+        # Tells how many random numbers dropout drew, in the job and here.
         self._draw_counter = DrawCounter()
         self._objective = Objective.open(spec)
         self._kept_logits = (
@@ -236,8 +241,8 @@ class Replayer:
     ) -> tuple[PassEvidence, Exception | None]:
         """Replay the capture in `path` as pass `index`.
 
-        The capture is read and described in the record; what the job recorded of the pass is collected for the verdict;
-        then the pass runs and its results are added.
+        The capture is read (`captured_call`) and described in the record. What the verdict needs of it is taken from it
+        (`recorded_pass`). Then the pass runs, and its results are added to the record.
 
         Returns the pass, and the error with which it failed; None: it succeeded. The record of a failed
         pass has the error, and describes the input if the capture could be read, but has no results. The error is not
@@ -367,9 +372,9 @@ class Replayer:
             gradient=gradient_sampler.samples if gradient_sampler is not None else None,
             state=state_sampler.samples if state_sampler is not None else {},
             draws=generator_observer.draws,
-            # `has_captured_places` syncs with the device, so it is called only if dropout drew masks.
-            has_captured_places=generator_observer.has_drawn
-            and has_captured_places(inputs, batch, self.spec.actor.parallel),
+            # `has_captured_layout` waits for the device, so it is called only if the forward drew random numbers.
+            has_captured_layout=generator_observer.has_drawn
+            and has_captured_layout(inputs, batch, self.spec.actor.parallel),
             router_flips=outcome.router_flips,
             has_job_routes=self._routing.has_job_routes(outcome.router_flips),
             job_router_loss=self._routing.describe_job_loss(captured_call, outcome.router_loss_factor),
@@ -405,9 +410,9 @@ class Replayer:
 
     def _choose_observers(self, index: int, inputs: PassInputs) -> RunObservers:
         """Return what this run looks at in one pass. The same on every rank."""
-        backend, ends_whole_window = self.reopenable_actor.backend, inputs.window_end is WindowEnd.WHOLE
-        has_samples = ends_whole_window and self.window.has_gradient_samples(index)
-        folder = self.details_folder if ends_whole_window else None
+        backend, ends_complete_window = self.reopenable_actor.backend, inputs.window_end is WindowEnd.COMPLETE
+        has_samples = ends_complete_window and self.window.has_gradient_samples(index)
+        folder = self.details_folder if ends_complete_window else None
         return RunObservers(
             first_uses=self._first_uses,
             compilation=CompilationCounter(),
@@ -433,7 +438,7 @@ class Replayer:
         runs_backward = batch.trains and measure.backward
         window_end = WindowEnd.NONE
         if self.window.ends_with_next_pass(runs_backward=runs_backward):
-            window_end = WindowEnd.INCOMPLETE if self.window.is_incomplete else WindowEnd.WHOLE
+            window_end = WindowEnd.INCOMPLETE if self.window.is_incomplete else WindowEnd.COMPLETE
         objective_data = self._read_objective_data(captured_call, batch)
         fed_batch = with_rows_reversed(batch) if has_reversed_rows else batch
         actor_inputs = prepare_actor_inputs(fed_batch, self.spec.actor, self.model_source, self.world)

@@ -49,18 +49,18 @@ WAIT_PHASE = "wait"
 
 
 class WindowEnd(Enum):
-    """What ends with a pass: no accumulation window, a whole one, or one that lacks a pass.
+    """What ends with a pass: no accumulation window, a complete one, or one that lacks a pass.
 
     The job never had the gradient of a window that lacks a pass, so it is cleared, with no norm and no step.
     """
 
     NONE = auto()
-    WHOLE = auto()
+    COMPLETE = auto()
     INCOMPLETE = auto()
 
 
 class StepTiming(Enum):
-    """Whether the optimizer steps at the end of a whole window, and whether the clock runs then.
+    """Whether the optimizer steps at the end of a complete window, and whether the clock runs then.
 
     NONE        no step
     MEASURED    a step was asked for: it is a measured part of the pass
@@ -84,16 +84,18 @@ class PassInputs:
     loss_weight          the factor on the loss in the backward
     window_factor        a further factor: `grad_accumulation` divided by the number of passes that a data rank has in
                          this window. The backend divides by `grad_accumulation`, even in a window of fewer passes
-    window_end           whether an accumulation window ends with this pass, and whether it is whole
+    window_end           whether an accumulation window ends with this pass, and whether it is complete
     frozen               names of parameters that the job did not train in this window. The backward computes their
-                         gradients too; they are dropped after the last backward of a whole window
-    step_timing          whether the optimizer steps, and when; NONE unless a whole window ends
+                         gradients too; they are dropped after the last backward of a complete window
+    step_timing          whether the optimizer steps, and when; NONE unless a complete window ends
     step_settings        settings of the optimizer in that step; None: as the spec says
     random_states        what the random generators are set to before the forward; empty: they are left as they are
     captured_row_length  tokens in a row of the capture, including padding
     has_reversed_rows    the rows are in the reverse of the capture's order
-    routes               what the routers of a mixture of experts do; None: they are left alone
-    router_loss_term     a term of the loss from the routers' logits, which `routes` keep
+    routes               the experts that the routers of a mixture of experts have to choose, or are compared with;
+                         None: the routers are left alone
+    router_loss_term     computes the routers' auxiliary (load-balancing) loss, a term of the pass's loss; None: it has
+                         none
     """
 
     actor_inputs: ActorInputs
@@ -118,12 +120,12 @@ class PassInputs:
 class PassOutcome:
     """What a pass computed, without its graph.
 
-    loss          with the routers' loss, and without `PassInputs.loss_weight`
-    grad_norm     of the window; None in a pass that does not end a whole one
-    router_flips  of each router that was compared with the job's: the tokens whose scores here choose other experts
+    loss          with the routers' auxiliary loss, and without `PassInputs.loss_weight`
+    grad_norm     of the window; None in a pass that does not end a complete one
+    router_flips  of each router that was compared with the job's: the tokens for which it chose other experts here
     router_loss   the routers' part of `loss`; None: it has none
-    router_loss_factor  how many times the routers' loss is in the loss that the job noted: 0, 1, or what its log-probs
-                  weigh; nan: the noted loss does not tell; None: that is not asked
+    router_loss_factor  what the routers' loss is multiplied by in the loss that the job recorded with `recorder.note`:
+                  0, 1, or the sum of the factors of its log-probs; nan: that loss does not tell; None: nobody asks
     """
 
     log_probs_BA: Tensor
@@ -169,10 +171,10 @@ class PassObserver:
 
 
 class Clock(Protocol):
-    """Measures this rank's part of a pass, which all ranks begin together. `NullClock` neither measures nor waits."""
+    """Measures this rank's part of a pass. `NullClock` neither measures nor waits for other ranks."""
 
     def wait_for_all_ranks(self) -> None:
-        """Wait, on the device's own queue, until every rank has come here: so none begins the pass before another."""
+        """Wait, on the device's own queue, until every rank has called this, so that all begin the pass together."""
 
     def start(self) -> None:
         """Begin to measure the pass."""
@@ -181,7 +183,7 @@ class Clock(Protocol):
         """Measure the time inside the block as the phase `name`."""
 
     def wait_for_slowest_rank(self) -> None:
-        """Wait, on the device's own queue, until every rank has ended its forward, and charge no later phase for it."""
+        """Wait, on the device's own queue, until every rank has ended its forward. No phase is charged for the wait."""
 
     def pause(self) -> AbstractContextManager[None]:
         """Leave the time in the block out of the seconds of the whole pass. Call it between two phases."""
@@ -198,7 +200,7 @@ class MeterClock:
     world: World
 
     def wait_for_all_ranks(self) -> None:
-        self.world.meet()
+        self.world.barrier()
 
     def start(self) -> None:
         self.meter.start_pass()
@@ -209,7 +211,7 @@ class MeterClock:
     def wait_for_slowest_rank(self) -> None:
         if self.world.world_size > 1:
             with self.meter.measure(WAIT_PHASE):
-                self.world.meet()
+                self.world.barrier()
 
     def pause(self) -> AbstractContextManager[None]:
         return self.meter.pause()
@@ -345,7 +347,7 @@ def run_pass(
                     # A factor of 1 is left out: a product would launch one more CUDA kernel in a measured phase.
                     factor = inputs.loss_weight * inputs.window_factor
                     backend.backward(loss if factor == 1 else loss * factor)
-            if inputs.window_end is WindowEnd.WHOLE and inputs.frozen:
+            if inputs.window_end is WindowEnd.COMPLETE and inputs.frozen:
                 drop_gradients(backend.model, inputs.frozen)
             notifier.after_backward()
 
@@ -364,7 +366,7 @@ def run_pass(
             notifier.before_phase(RankPhase.WINDOW_END)
             # If the replay takes no step, its window's end (norm, clearing) has no counterpart in the job, so its time
             # is not worth measuring. Neither is that of a step that nobody asked for.
-            if inputs.window_end is WindowEnd.WHOLE and inputs.step_timing is not StepTiming.MEASURED:
+            if inputs.window_end is WindowEnd.COMPLETE and inputs.step_timing is not StepTiming.MEASURED:
                 steps = inputs.step_timing is StepTiming.UNMEASURED
                 grad_norm = backend.end_window(step=steps, settings=inputs.step_settings)
             elif inputs.window_end is WindowEnd.INCOMPLETE:
@@ -397,16 +399,16 @@ def run_pass_again(
     torch's random generators, those of `device` among them, go on as if it had not run. The other arguments are those
     of `run_pass`.
     """
-    alone = replace(
+    inputs_of_own_window = replace(
         inputs,
-        # A weight is the share of a pass beside the others of its window, and this pass is alone. `window_factor` may
-        # stay: it only scales the gradient, which is cleared and whose norm nobody reads.
+        # A weight is the share of a pass beside the others of its window, and here there are no others. `window_factor`
+        # may stay: it only scales the gradient, which is cleared and whose norm nobody reads.
         loss_weight=1.0,
-        window_end=WindowEnd.WHOLE if inputs.runs_backward else WindowEnd.NONE,
+        window_end=WindowEnd.COMPLETE if inputs.runs_backward else WindowEnd.NONE,
         step_timing=StepTiming.NONE,
     )
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        return run_pass(backend, alone, clock, observers)
+        return run_pass(backend, inputs_of_own_window, clock, observers)
 
 
 def drop_gradients(model: nn.Module, names: Collection[str]) -> None:
@@ -417,20 +419,22 @@ def drop_gradients(model: nn.Module, names: Collection[str]) -> None:
 
 
 def _steer_routers(backend: Backend, inputs: PassInputs) -> AbstractContextManager[Mapping[str, RouterState]]:
+    """Have the routers do as `inputs.routes` says, in the block; it gets what they did, by the router's name."""
     return nullcontext({}) if inputs.routes is None else steer_routers(backend.model, inputs.routes)
 
 
 def _compute_router_loss(
     inputs: PassInputs, states: Mapping[str, RouterState], loss: Tensor, log_probs_BA: Tensor
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Compute the routers' loss as a term of `loss`, and how often the job's noted loss holds it (PassOutcome)."""
+    """Compute `PassOutcome.router_loss` and `router_loss_factor`."""
     if (term := inputs.router_loss_term) is None:
         return None, None
     router_loss = term.compute(states)
     if term.noted is None:
         return router_loss, None
-    # A loss that the job noted tells whether its loop added the routers'. It is added here as often, and not where that
-    # is unknown: a gradient that differs is then in doubt.
+    # The loss that the job recorded tells whether its loop added the routers' loss, and with which factor. Here it is
+    # added with the same factor. Where the factor is unknown it is left out, and the verdict doubts a gradient that
+    # differs.
     factor = term.noted.find_factor(loss, log_probs_BA, router_loss)
     return factor.nan_to_num() * router_loss, factor
 

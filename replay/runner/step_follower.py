@@ -66,7 +66,7 @@ class StepFollower:
         self.has_stepped = False
         if self._first_num_steps is None:
             self._first_num_steps = backend.progress().num_steps
-        if inputs.window_end is not WindowEnd.WHOLE or not self.spec.measure.steps:
+        if inputs.window_end is not WindowEnd.COMPLETE or not self.spec.measure.steps:
             return inputs
         settings = self.spec.step_settings.get(index)
         if not self.spec.steps_unasked:

@@ -154,8 +154,9 @@ def judge_without_causes(passes: Sequence[PassEvidence], settings: VerdictSettin
     # A last pass before a step whose gradients DDP did not reduce (`no_sync` left on) counts as a model difference.
     unreduced_steps = find_unreduced_step_differences([recorded for _, recorded in indexed_passes])
     model_differences = [*settings.model_differences, *unreduced_steps]
-    # The comparison of each pass has to know whether its weights are in doubt, because an optimizer rounded the weights
-    # that it wrote. After the first such step no step floor holds, so those of later passes are dropped.
+    # An optimizer that keeps no fp32 weights rounds those that it writes, so that job and replay may have other weights
+    # after its step. The floors that were measured for passes after the first such step do not hold and are dropped
+    # here, before the passes are compared.
     settings = note_rounded_steps(indexed_passes, replace(settings, model_differences=model_differences))
     compared_passes = _compare_passes(passes, settings)
     mixed_recordings = describe_mixed_recordings(

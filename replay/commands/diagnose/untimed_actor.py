@@ -141,7 +141,7 @@ class UntimedActor:
                 builds_graph=True,
                 runs_backward=True,
                 loss_weight=share,
-                window_end=WindowEnd.WHOLE if is_last else WindowEnd.NONE,
+                window_end=WindowEnd.COMPLETE if is_last else WindowEnd.NONE,
                 step_timing=StepTiming.MEASURED if is_last and steps else StepTiming.NONE,
                 captured_row_length=batch.sequences_BS.shape[1],
             )

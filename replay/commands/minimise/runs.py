@@ -192,7 +192,7 @@ def _run(campaign: Campaign[MinimisePlan], screen: IO[str]) -> MinimiseResult:
         log.write_outcome(MinimisedOutcome, smallest=smallest)
     if interruption.happened:
         console.report_interruption()
-    interruption.pass_on(campaign.folder)
+    interruption.reraise(campaign.folder)
     return MinimiseResult.from_campaign(
         campaign, exit_code=1 if smallest is None else 0, failure=log.failure, smallest=smallest
     )
@@ -362,7 +362,7 @@ class _Minimisation:
         """Run one replay, and of a parity cell first its reference."""
         children: list[ProcessResult] = []
         for planned_run in self._plan_runs(trial, repeat):
-            if self.log.campaign.find_finished(planned_run) is None:
+            if self.log.campaign.find_ended(planned_run) is None:
                 self.is_new = True
                 self.console.show_progress(len(self.log.trials) + 1)
             children.append(self.log.campaign.run(planned_run, trial.folder))
@@ -375,7 +375,7 @@ class _Minimisation:
 
     def _has_to_run(self, trial: _TrialPlan, repeat: int) -> bool:
         """Is a replay of this trial still to be run?"""
-        return self.log.campaign.find_finished(self._plan_runs(trial, repeat)[0]) is None
+        return self.log.campaign.find_ended(self._plan_runs(trial, repeat)[0]) is None
 
     def _plan_runs(self, trial: _TrialPlan, repeat: int) -> list[PlannedRun]:
         """Return the runs of a trial: of a parity cell its reference's first. Raises UsageError for wrong options."""

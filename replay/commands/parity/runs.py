@@ -211,7 +211,7 @@ def _run(log: ParityLog, executor: Executor, limits: RunLimits, screen: IO[str],
             differences.extend(FirstDifferences(log).find(judge.judge(log.rows)))
     result = judge.judge(log.rows)
     write_report(log, result, differences, progress)
-    interruption.pass_on(log.folder)
+    interruption.reraise(log.folder)
     failed = any(row.state in (RowState.FAILED, RowState.PENDING) for row in log.rows)
     return ParityResult.from_campaign(
         campaign,

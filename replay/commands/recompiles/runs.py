@@ -199,7 +199,7 @@ def _run(
             campaign.result = RecompilesOutcome(policies=results, damaged=damaged)
             campaign.write()
     console.finish(results, plan.num_passes, campaign.path)
-    interruption.pass_on(campaign.folder)
+    interruption.reraise(campaign.folder)
     exit_code = 1 if inputs.unfeedable or any(result.error for result in results) else 0
     return RecompilesResult.from_campaign(campaign, exit_code=exit_code, policies=results)
 

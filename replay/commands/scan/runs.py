@@ -199,7 +199,7 @@ def _run(campaign: Campaign[ScanPlan], executor: Executor, limits: RunLimits, sc
     campaign.result = ScanOutcome(groups=groups, damaged=campaign.plan.damaged)
     campaign.write()
     console.finish()
-    interruption.pass_on(campaign.folder)
+    interruption.reraise(campaign.folder)
     bad = (Outcome.DIFFERS, Outcome.UNSETTLED)
     is_clean = all(group.state is GroupState.DONE and group.outcome not in bad for group in groups)
     exit_code = 0 if is_clean and not campaign.plan.damaged else 1

@@ -122,7 +122,7 @@ class Suite:
                 Setting("continue_", folder), f": its inputs in {suite.inputs_folder} are gone", "Try: replay suite"
             )
         for training in suite.runnable:
-            finished = suite.campaign.find_finished(suite.plan_run(training))
+            finished = suite.campaign.find_ended(suite.plan_run(training))
             child = None if finished is None else finished.process_result
             # what a copy from the storage holds of a training that failed does not say why
             if child and (child.exit_code != 0 or isinstance(suite.curve_after(training, child), NoCurve)):
@@ -179,7 +179,7 @@ class Suite:
     @property
     def curves(self) -> dict[str, LossCurve | NoCurve]:
         """Return the curves of the configurations that were trained, by name. Raises UsageError for a damaged file."""
-        finished_runs = [(training, self.campaign.find_finished(self.plan_run(training))) for training in self.runnable]
+        finished_runs = [(training, self.campaign.find_ended(self.plan_run(training))) for training in self.runnable]
         return {
             training.name: self.curve_after(training, finished.process_result)
             for training, finished in finished_runs
@@ -449,7 +449,7 @@ def _run(suite: Suite, executor: Executor, plot: Path | None, screen: IO[str]) -
     suite.write(SuiteOutcome(status=status, configurations=summaries))
     if interruption.happened:
         console.report_interruption(curves)
-    interruption.pass_on(suite.folder)
+    interruption.reraise(suite.folder)
     if plot is not None:
         judgements = {result.planned.name: result.judgement for result in results if result.judgement}
         draw_curves(plot, {name: judgement.curve.losses for name, judgement in judgements.items()})

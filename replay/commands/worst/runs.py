@@ -111,7 +111,7 @@ def _run(campaign: Campaign[WorstPlan], inputs: FeedableInputs, limits: RunLimit
     is_fine = False
     with catch_interruption() as interruption:
         is_fine = work.run()
-    interruption.pass_on(campaign.folder)
+    interruption.reraise(campaign.folder)
     return WorstResult.from_campaign(campaign, exit_code=0 if is_fine and not inputs.unfeedable else 1)
 
 

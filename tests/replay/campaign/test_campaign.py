@@ -129,7 +129,7 @@ def test_a_job_is_known_by_what_it_runs_and_not_by_where_its_files_lie(tmp_path:
         replace(job, python="/opt/python"),
         replace(job, spec=replace(job.spec, actor=replace(job.spec.actor, num_layers=1))),
     ]
-    assert [campaign.find_finished(job) is not None for job in [*known, *others]] == [True, False, False, False]
+    assert [campaign.find_ended(job) is not None for job in [*known, *others]] == [True, False, False, False]
 
 
 @pytest.mark.parametrize(

@@ -86,7 +86,7 @@ class Clock:
         self.events = events
 
     def wait_for_all_ranks(self) -> None:
-        self.events.append("meet")
+        self.events.append("barrier")
 
     def start(self) -> None:
         self.events.append("start")
@@ -164,7 +164,7 @@ def inputs() -> PassInputs:
         train_mode=True,
         builds_graph=True,
         runs_backward=True,
-        window_end=WindowEnd.WHOLE,
+        window_end=WindowEnd.COMPLETE,
         captured_row_length=1,
     )
 
@@ -192,7 +192,7 @@ def test_a_step_is_measured_and_all_that_is_looked_at_is_not(events: list[str], 
     )
     assert events == [
         "begin",
-        "meet",
+        "barrier",
         "at forward",
         "start",
         "forward begins",
@@ -347,10 +347,10 @@ def test_a_window_that_lacks_a_pass_is_cleared_and_has_no_norm(events: list[str]
 @pytest.mark.parametrize(
     ("frozen", "end", "norm"),
     [
-        ({"weight"}, WindowEnd.WHOLE, 0.0),
+        ({"weight"}, WindowEnd.COMPLETE, 0.0),
         ({"weight"}, WindowEnd.NONE, None),
-        ({"other"}, WindowEnd.WHOLE, 1.0),
-        (set(), WindowEnd.WHOLE, 1.0),
+        ({"other"}, WindowEnd.COMPLETE, 1.0),
+        (set(), WindowEnd.COMPLETE, 1.0),
     ],
 )
 def test_what_the_job_did_not_train_has_no_gradient_at_the_windows_end(
@@ -415,8 +415,8 @@ class World:
     def __init__(self, world_size: int, events: list[str]) -> None:
         self.world_size, self.events = world_size, events
 
-    def meet(self) -> None:
-        self.events.append("meet")
+    def barrier(self) -> None:
+        self.events.append("barrier")
 
 
 class Meter:
@@ -443,14 +443,15 @@ class Meter:
 
 
 @pytest.mark.parametrize(
-    ("world_size", "meetings", "wait_seconds"), [(1, ["meet", "start"], None), (2, ["meet", "start", "meet"], 1.0)]
+    ("world_size", "barriers", "wait_seconds"),
+    [(1, ["barrier", "start"], None), (2, ["barrier", "start", "barrier"], 1.0)],
 )
 def test_ranks_wait_for_each_other_and_the_wait_is_no_phase(
-    world_size: int, meetings: list[str], wait_seconds: float | None, events: list[str], inputs: PassInputs
+    world_size: int, barriers: list[str], wait_seconds: float | None, events: list[str], inputs: PassInputs
 ) -> None:
     backend, meter, world = Backend([]), Meter(events), World(world_size, events)
     outcome = run_pass(cast(Any, backend), inputs, MeterClock(cast(Any, meter), cast(Any, world)))
-    assert events == meetings
+    assert events == barriers
     assert list(outcome.cost.phases) == ["forward", "backward"]
     assert outcome.cost.wait_seconds == wait_seconds
     assert outcome.cost.seconds == len(meter.names)

@@ -48,7 +48,7 @@ def run(follower: StepFollower, backend: CountingBackend, index: int, *, steps: 
         train_mode=True,
         builds_graph=True,
         runs_backward=True,
-        window_end=WindowEnd.WHOLE,
+        window_end=WindowEnd.COMPLETE,
         captured_row_length=1,
     )
     inputs = follower.plan_step(made, index, cast(Any, backend))
