@@ -41,9 +41,9 @@ from actor_init.model_config import (
     read_config,
 )
 from actor_init.model_form import HeadForm, Layout
-from actor_init.optimizer import TORCH_DTYPES
 from actor_init.optimizers.state_loading import AssignedState
 from actor_init.option_values import PRESET_NAMES, PRESETS
+from actor_init.schedule_and_norm import TORCH_DTYPES
 from actor_init.spec import ActorSpec, UsageError
 from actor_init.weights import (
     INIT_FILLS_BUFFERS,

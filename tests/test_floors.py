@@ -38,7 +38,7 @@ ROOMS = {
             "sketching",
         ),  # of backends and kernels: what each needs and refuses
         ("spec",),
-        ("fused", "hub", "optimizer", "training_mode", "weights", "world"),
+        ("fused", "hub", "schedule_and_norm", "training_mode", "weights", "world"),
         ("adapters", "custom", "model_config"),
         ("optimizers",),
         ("model",),

@@ -46,7 +46,10 @@ from actor_init.model import (
     make_trainable,
     materialise,
 )
-from actor_init.optimizer import (
+from actor_init.optimizers.build import find_outer_parameters, list_named_parameters, make_optimizer
+from actor_init.saving.huggingface import write_model
+from actor_init.saving.state_file import SavedState
+from actor_init.schedule_and_norm import (
     TORCH_DTYPES,
     Progress,
     StepSettings,
@@ -57,9 +60,6 @@ from actor_init.optimizer import (
     make_schedule,
     undo_loss_scale,
 )
-from actor_init.optimizers.build import find_outer_parameters, list_named_parameters, make_optimizer
-from actor_init.saving.huggingface import write_model
-from actor_init.saving.state_file import SavedState
 from actor_init.spec import ActorSpec, Compile, UsageError
 from actor_init.weights import OnProgress, ignore_progress
 from actor_init.world import World

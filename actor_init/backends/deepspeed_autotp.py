@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.torch_version import TorchVersion
 from transformers import PreTrainedModel
 
-from actor_init.optimizer import compute_total_norm
 from actor_init.parallel.tensor_parallel import check_divisible
+from actor_init.schedule_and_norm import compute_total_norm
 from actor_init.spec import UsageError
 from capture.facts import Setting
 

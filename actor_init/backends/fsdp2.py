@@ -33,7 +33,11 @@ from actor_init.model import (
     make_trainable,
     materialise,
 )
-from actor_init.optimizer import (
+from actor_init.optimizers.build import find_outer_parameters, list_named_parameters, make_optimizer
+from actor_init.parallel.tensor_parallel import check_divisible, check_sequence, shard_block, shard_root
+from actor_init.parallel.tp_plan import SplitPlan, find_plan
+from actor_init.saving.huggingface import write_model
+from actor_init.schedule_and_norm import (
     TORCH_DTYPES,
     StepSettings,
     allows_step,
@@ -42,10 +46,6 @@ from actor_init.optimizer import (
     undo_loss_scale,
     update_scale_and_rate,
 )
-from actor_init.optimizers.build import find_outer_parameters, list_named_parameters, make_optimizer
-from actor_init.parallel.tensor_parallel import check_divisible, check_sequence, shard_block, shard_root
-from actor_init.parallel.tp_plan import SplitPlan, find_plan
-from actor_init.saving.huggingface import write_model
 from actor_init.spec import ActorSpec, Compile, CompileLengths, Dtype, UsageError
 from actor_init.weights import OnProgress, ignore_progress
 from actor_init.world import World

@@ -14,7 +14,7 @@ from actor_init.declarations.backends import find_backend_declaration, find_obst
 from actor_init.declarations.optimizers import find_missing_package
 from actor_init.inputs.packing import ActorInputs
 from actor_init.model import ModelSource
-from actor_init.optimizer import Progress, StepSettings
+from actor_init.schedule_and_norm import Progress, StepSettings
 from actor_init.spec import ActorSpec, Kernels, UsageError
 from actor_init.weights import OnProgress, ignore_progress
 from actor_init.world import World

@@ -10,8 +10,8 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers import PreTrainedModel
 
 from actor_init.model import ModelSource
-from actor_init.optimizer import Progress, count_state_bytes
 from actor_init.saving import state_file
+from actor_init.schedule_and_norm import Progress, count_state_bytes
 from actor_init.spec import ActorSpec
 
 

@@ -14,10 +14,10 @@ from torch.optim import Optimizer
 from actor_init.custom.user_file import UserFunction
 from actor_init.declarations.optimizers import find_optimizer
 from actor_init.declarations.optimizers.declaration import OptimizerDeclaration, ParameterGroup
-from actor_init.optimizer import GROUP_NUMBER
 from actor_init.optimizers.combined import CombinedOptimizer
 from actor_init.optimizers.state_loading import AssignedState, NamedParameters, load_optimizer_state
 from actor_init.optimizers.whole_parameters import WholeParameterOptimizer
+from actor_init.schedule_and_norm import GROUP_NUMBER
 from actor_init.spec import ActorSpec, UsageError
 from capture.facts import Setting
 

@@ -21,7 +21,7 @@ from transformers.utils import logging
 
 from actor_init.custom.config import CustomConfig
 from actor_init.model import build_on_meta
-from actor_init.optimizer import TORCH_DTYPES
+from actor_init.schedule_and_norm import TORCH_DTYPES
 from actor_init.spec import Dtype, UsageError
 from actor_init.world import World
 from capture.facts import Setting

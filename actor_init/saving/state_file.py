@@ -28,7 +28,7 @@ from transformers import PreTrainedModel
 from actor_init.as_json import from_json
 from actor_init.declarations.backends import find_backend_declaration
 from actor_init.model import ModelSource, strip_config
-from actor_init.optimizer import Progress, load_schedule
+from actor_init.schedule_and_norm import Progress, load_schedule
 from actor_init.spec import ActorSpec, UsageError
 from actor_init.world import World
 from capture.facts import Setting

@@ -11,7 +11,7 @@ from replay.lint.training_checks import check_training
 from replay.options.spec import LossName
 from replay.output.text import Pairs
 from replay.verdict.causes.cause import CauseName
-from replay.verdict.pass_values import RecordedPass, WeightComparison, read_recorded_pass
+from replay.verdict.recorded_pass import RecordedPass, WeightComparison, read_recorded_pass
 from replay.verdict.special_tokens import SpecialTokens, merge_text_config
 
 # Under a verdict.

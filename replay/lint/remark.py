@@ -6,7 +6,7 @@ from enum import IntEnum
 
 from capture.file_format.end_record import EndRecord
 from replay.verdict.causes.cause import CauseName
-from replay.verdict.pass_values import RecordedPass
+from replay.verdict.recorded_pass import RecordedPass
 
 
 class Weight(IntEnum):

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from replay.lint.remark import LintRemark, LintSubject, Weight
 from replay.output.text import pluralise
 from replay.verdict.causes.cause import CauseName
-from replay.verdict.pass_values import RecordedPass
+from replay.verdict.recorded_pass import RecordedPass
 from replay.verdict.token_traits import NUM_FIRST_TOKENS, RowTraits, TokenTraits
 
 # A run of padding at a row's edge is no chance from this length on; a shorter one has to stand in several rows.

@@ -14,7 +14,7 @@ from replay.tolerances.difference import relative_difference
 from replay.tolerances.job_bounds import TOKENS
 from replay.verdict.causes.cause import CauseName
 from replay.verdict.cleared_passes import find_cleared_passes
-from replay.verdict.pass_values import RecordedPass
+from replay.verdict.recorded_pass import RecordedPass
 from replay.verdict.step_remarks import list_step_remarks
 from replay.verdict.training_remarks import LABEL, SAME_ON_RANKS
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import torch
 
     from actor_init.model import ModelSource
-    from actor_init.optimizer import StepSettings
+    from actor_init.schedule_and_norm import StepSettings
     from actor_init.world import World
 
 ATTENTION = "actor.attention"

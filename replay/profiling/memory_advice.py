@@ -10,7 +10,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from actor_init.declarations.backends import find_backend_declaration
 from actor_init.declarations.backends.declaration import BytesPerParameter
 from actor_init.model import build_on_meta, count_parameters, find_blocks
-from actor_init.optimizer import TORCH_DTYPES
+from actor_init.schedule_and_norm import TORCH_DTYPES
 from actor_init.spec import ActorSpec, Head
 from replay.options.spec import MeasureSpec
 from replay.profiling.profile_records import Holder, HolderKind, Saving

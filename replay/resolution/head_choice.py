@@ -14,9 +14,9 @@ from actor_init.declarations.backends import find_backend_declaration
 from actor_init.fused.liger import find_liger_lack
 from actor_init.model import ModelSource
 from actor_init.model_form import HeadForm
-from actor_init.optimizer import TORCH_DTYPES
 from actor_init.probe import head_probe
 from actor_init.probe.head_probe import explain_whole_head
+from actor_init.schedule_and_norm import TORCH_DTYPES
 from actor_init.spec import ActorSpec, Compile, CompileLengths, Head, UsageError
 from actor_init.world import World, compute_on_rank0
 from capture.facts import Setting

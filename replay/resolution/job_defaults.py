@@ -28,8 +28,8 @@ from replay.options.resolved import KERNELS, PACKING, ROUTING, ChosenBy, Resolve
 from replay.options.spec import InputsSpec, ReplayParts, VerdictRule, find_sample_folder
 from replay.resolution.selection import Selection
 from replay.tolerances.difference import roundoff
-from replay.verdict.pass_values import list_job_dtypes
 from replay.verdict.random_draws import RandomDraws
+from replay.verdict.recorded_pass import list_job_dtypes
 
 DTYPES = {"bfloat16": Dtype.BF16, "float16": Dtype.FP16}
 PADDING_PREDICTS_LABEL = "padding on the left predicts labels of the job's loss"

@@ -18,16 +18,16 @@ from actor_init.declarations.optimizers import (
     recognise_group,
 )
 from actor_init.declarations.optimizers.declaration import JobGroup, OptimizerDeclaration, ParameterGroup
-from actor_init.optimizer import StepSettings
+from actor_init.schedule_and_norm import StepSettings
 from actor_init.spec import ActorSpec, OptimizerName
 from capture.facts import Setting
 from capture.file_format.optimizer_step import OptimizerStep, merge_equal_settings, parse_numbers
 from replay.options.spec import StepMode
 from replay.output.text import pluralise
 from replay.resolution.job_windows import JobWindow
+from replay.verdict.job_clipping import infer_own_clipping_limit
 from replay.verdict.optimizer_comparison import FAMILY, LABELS, format_value
-from replay.verdict.own_clipping import infer_own_clipping_limit
-from replay.verdict.pass_values import match_parameter_name
+from replay.verdict.recorded_pass import match_parameter_name
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

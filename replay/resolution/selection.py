@@ -32,7 +32,7 @@ from replay.output.text import describe_unreplayable, explain_unrecorded, join_l
 from replay.resolution.job_windows import note_window_sizes
 from replay.resolution.windows import InputRound, JobPass, SelectedCapture, WindowOrder
 from replay.runlog.run_file import RunInputs, UnusedFile
-from replay.verdict.pass_values import list_job_dtypes, read_divisor
+from replay.verdict.recorded_pass import list_job_dtypes, read_divisor
 
 # So many passes that are not replayed are remembered, to be looked at for remarks.
 MAX_LEFT_OUT = 16

@@ -20,7 +20,7 @@ from replay.resolution.job_defaults import explain_missing_fp16, find_inputs_fol
 from replay.resolution.job_steps import FollowedSteps, explain_missing_start, find_followed_steps
 from replay.resolution.job_windows import JobWindow, list_job_windows
 from replay.resolution.selection import Selection
-from replay.verdict.pass_values import list_job_dtypes, match_parameter_name
+from replay.verdict.recorded_pass import list_job_dtypes, match_parameter_name
 from replay.verdict.weight_check import WeightChecker
 
 

@@ -32,7 +32,7 @@ from replay.options.spec import StateSpec
 from replay.output.text import Pairs, format_gibibytes, join_lines, pluralise
 from replay.processes.child_job import ChildJob
 from replay.runlog.writer import list_versions
-from replay.runner.states import StateStore, find_whole_states, name_passes_file
+from replay.runner.state_store import StateStore, find_whole_states, name_passes_file
 
 
 class SavingError(RuntimeError):

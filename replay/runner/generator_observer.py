@@ -10,8 +10,8 @@ from capture.file_format.micro_batch import MicroBatch
 from capture.file_format.tensor_codec import RandomStates
 from capture.record.generator_marks import CUDA, GeneratorSnapshot, count_drawn_numbers, take_generator_snapshot
 from replay.runner.run_pass import PassInputs, PassObserver
-from replay.verdict.pass_values import RecordedPass, ReplayedPass
 from replay.verdict.random_draws import RandomDraws
+from replay.verdict.recorded_pass import RecordedPass, ReplayedPass
 from replay.watch.progress import RankPhase
 
 

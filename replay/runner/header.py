@@ -20,11 +20,11 @@ from replay.output.text import describe_engine, name_some, pluralise
 from replay.resolution.job_defaults import find_inputs_folder, shorten_path
 from replay.resolution.resolve import describe_frozen
 from replay.resolution.selection import Selection
-from replay.runner.optimizer_state import count_loaded_steps
-from replay.runner.states import EarlierPasses
+from replay.runner.job_optimizer_state import count_loaded_steps
+from replay.runner.state_store import EarlierPasses
 from replay.verdict.model_facts import ModelDifference, ModelDifferenceKind
 from replay.verdict.optimizer_comparison import list_setting_differences
-from replay.verdict.pass_values import is_mixture, list_modules_in_other_mode
+from replay.verdict.recorded_pass import is_mixture, list_modules_in_other_mode
 from replay.verdict.text import format_weights
 from replay.verdict.weight_check import WeightChecker
 

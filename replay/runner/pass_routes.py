@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from actor_init.inputs.packing import ActorInputs, count_action_tokens
-from actor_init.optimizer import TORCH_DTYPES
 from actor_init.routes import PassRoutes, RouterFlips, match_routers, place_routes
+from actor_init.schedule_and_norm import TORCH_DTYPES
 from actor_init.spec import Routing
 from capture.file_format.capture_file import CapturedCall
 from capture.file_format.micro_batch import MicroBatch
@@ -28,7 +28,7 @@ from replay.options.resolved import ResolvedReplay
 from replay.options.spec import LossName, is_objective
 from replay.runlog.records import RoutesSection
 from replay.tolerances.job_bounds import LOSS, compute_bound
-from replay.verdict.pass_values import JobRouterLoss, list_job_dtypes, scale_to_mean
+from replay.verdict.recorded_pass import JobRouterLoss, list_job_dtypes, scale_to_mean
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

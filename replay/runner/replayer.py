@@ -65,7 +65,7 @@ from replay.runner.run_pass import (
 from replay.runner.step_follower import StepFollower
 from replay.tracing.writer import TraceWriter
 from replay.verdict.judge import PassEvidence
-from replay.verdict.pass_values import (
+from replay.verdict.recorded_pass import (
     RecordedPass,
     ReplayedPass,
     doubt_loss_and_grad_norm,

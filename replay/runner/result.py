@@ -8,7 +8,7 @@ from typing import Any, Self, TypeVar
 from actor_init.backends.protocol import free_closed_backends
 from actor_init.dropout_settings import find_acting_dropouts
 from actor_init.model import strip_config
-from actor_init.optimizer import TORCH_DTYPES
+from actor_init.schedule_and_norm import TORCH_DTYPES
 from actor_init.spec import Compile, UsageError
 from actor_init.world import World
 from capture.black_box.incidents import Incident, read_incidents
@@ -28,8 +28,8 @@ from replay.runlog.records import PassRecord, to_line
 from replay.runlog.run_file import RUN_FILE, RecordingRemark, RunEnd, RunFile, RunStart, Values, read_section
 from replay.runlog.summary import Statistics, find_reason_to_leave_out, summarize
 from replay.runner import rounding_floor
+from replay.runner.job_optimizer_state import count_loaded_steps
 from replay.runner.notes import list_notes
-from replay.runner.optimizer_state import count_loaded_steps
 from replay.runner.out_of_memory import OutOfMemory
 from replay.runner.rounding_floor import RunRepeater
 from replay.runner.single_pass_gradients import measure_single_pass_gradients
@@ -41,7 +41,7 @@ from replay.verdict.judge import JudgedRun, PassEvidence, judge, judge_without_c
 from replay.verdict.loss_remarks import describe_loss_weights
 from replay.verdict.model_facts import ModelDifference
 from replay.verdict.outcomes import Outcome, Verdict
-from replay.verdict.pass_values import is_mixture
+from replay.verdict.recorded_pass import is_mixture
 from replay.verdict.route_findings import (
     describe_absent_router_loss,
     describe_flips,

@@ -16,7 +16,7 @@ from actor_init.backends.protocol import free_closed_backends
 from actor_init.declarations.attention import find_kernel
 from actor_init.declarations.attention.plain import has_sdpa
 from actor_init.model import strip_config
-from actor_init.optimizer import TORCH_DTYPES
+from actor_init.schedule_and_norm import TORCH_DTYPES
 from actor_init.spec import ActorSpec, Attention, Dtype, UsageError
 from actor_init.world import World
 from capture.file_format.atomic_write import write_atomically

@@ -22,13 +22,13 @@ from replay.resolution.resolve import choose_loss, resolve
 from replay.resolution.selection import Selection, read_first_call, select
 from replay.runlog.writer import Logbook, create_folder
 from replay.runner.checkpoint import Saver, find_state_to_load, load_state_weights, refuse_folders
+from replay.runner.job_optimizer_state import find_job_optimizer_state
 from replay.runner.meter import Meter
-from replay.runner.model_comparison import find_model_differences
-from replay.runner.optimizer_state import find_job_optimizer_state
+from replay.runner.model_check import find_model_differences
 from replay.runner.replayer import ReopenableActor
 from replay.runner.result import Run, make_verdict_settings
 from replay.runner.session import Session
-from replay.runner.states import EarlierPasses, FolderStateStore, StateStore
+from replay.runner.state_store import EarlierPasses, FolderStateStore, StateStore
 from replay.runner.text import Console, build_choice_table
 from replay.verdict.weight_check import WeightChecker
 from replay.watch.stacks import extend_collective_timeouts

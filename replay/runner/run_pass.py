@@ -30,8 +30,8 @@ from actor_init.backends.protocol import Backend
 from actor_init.declarations.attention import find_attention_form
 from actor_init.inputs.packing import ActorInputs, arrange, cut_for_ring, pad_to, prepare_inputs
 from actor_init.model import ModelSource
-from actor_init.optimizer import StepSettings
 from actor_init.routes import PassRoutes, RouterFlips, RouterState, collect_flips, steer_routers
+from actor_init.schedule_and_norm import StepSettings
 from actor_init.spec import ActorSpec, PadTo
 from actor_init.world import World
 from capture.facts import Setting

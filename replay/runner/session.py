@@ -31,14 +31,14 @@ from replay.runner.replayer import ReopenableActor, ReopeningError, Replayer
 from replay.runner.reruns import RerunResults, Reruns
 from replay.runner.result import Conclusion, Run, conclude
 from replay.runner.rounding_floor import RunRepeater
-from replay.runner.states import EarlierPasses
+from replay.runner.state_store import EarlierPasses
 from replay.runner.text import Console
 from replay.tracing.writer import TraceWriter
 from replay.verdict.causes.table import may_lie_in_layer
 from replay.verdict.findings import VerdictSettings
 from replay.verdict.judge import PassEvidence
 from replay.verdict.outcomes import Outcome
-from replay.verdict.pass_values import list_modules_in_other_mode
+from replay.verdict.recorded_pass import list_modules_in_other_mode
 from replay.verdict.text import format_verdict
 from replay.verdict.weight_check import WeightChecker
 from replay.watch.progress import RankPhase

@@ -19,7 +19,7 @@ from replay.verdict.causes.cause import Sureness
 from replay.verdict.gradient_mix import SinglePassGradient
 from replay.verdict.judge import PassEvidence
 from replay.verdict.outcomes import Outcome, Verdict
-from replay.verdict.pass_values import WEIGHTING
+from replay.verdict.recorded_pass import WEIGHTING
 
 # Each costs a forward and a backward.
 MAX_PASSES = 16

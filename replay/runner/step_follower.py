@@ -13,7 +13,7 @@ from torch import Tensor
 
 from actor_init.backends.protocol import Backend
 from actor_init.declarations.backends import find_backend_declaration
-from actor_init.optimizer import TORCH_DTYPES
+from actor_init.schedule_and_norm import TORCH_DTYPES
 from actor_init.world import World
 from capture.file_format.optimizer_step import ParameterSamples
 from replay.options.resolved import ResolvedReplay
@@ -21,7 +21,7 @@ from replay.output.text import Pairs, format_gibibytes, pluralise
 from replay.runlog.records import CostSection
 from replay.runner.run_pass import PassInputs, StepTiming, WindowEnd
 from replay.verdict.gradient_samples import copy_elements, fetch_together
-from replay.verdict.pass_values import SteppedSample
+from replay.verdict.recorded_pass import SteppedSample
 from replay.verdict.weight_check import WeightChecker
 
 MEMORY_INFO = Path("/proc/meminfo")

@@ -13,7 +13,7 @@ from capture.file_format.micro_batch import MicroBatch
 from replay.tolerances.job_bounds import LOG_PROBS, LOSS, TOKENS, measure_difference
 from replay.verdict.findings import Finding, VerdictSettings, compare_pass, list_dtypes
 from replay.verdict.judge import PassEvidence
-from replay.verdict.pass_values import list_action_log_probs, read_token_positions, sample_log_probs
+from replay.verdict.recorded_pass import list_action_log_probs, read_token_positions, sample_log_probs
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

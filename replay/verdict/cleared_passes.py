@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from replay.output.text import pluralise
-from replay.verdict.pass_values import RecordedPass
+from replay.verdict.recorded_pass import RecordedPass
 
 # Fewer steps than these may lack as many passes each by chance, as where fp16 leaves steps out.
 LEAST_STEPS = 2

@@ -6,7 +6,7 @@ from replay.tolerances.job_bounds import GRADIENT_QUANTITIES, HIDING_BOUND, LOG_
 from replay.verdict.findings import Finding, FindingStatus
 from replay.verdict.gradient_findings import ComparedPass, list_steps
 from replay.verdict.outcomes import Coverage, Outcome, PassVerdict
-from replay.verdict.pass_values import MISSING_GRADIENT
+from replay.verdict.recorded_pass import MISSING_GRADIENT
 
 FORWARD_QUANTITIES = (LOSS, TOKENS, LOG_PROBS)
 

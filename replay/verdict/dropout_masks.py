@@ -13,8 +13,8 @@ from capture.record.generator_marks import CUDA
 from replay.runlog.records import PassRecord
 from replay.tolerances.difference import is_coarse
 from replay.verdict.findings import Finding, FindingStatus, VerdictSettings, list_dtypes
-from replay.verdict.pass_values import MISSING_GRADIENT, RecordedPass, ReplayedPass
 from replay.verdict.random_draws import RandomDraws
+from replay.verdict.recorded_pass import MISSING_GRADIENT, RecordedPass, ReplayedPass
 
 MASKS = "dropout masks"
 JOB_IN_EVAL_MODE = "in eval mode"

@@ -34,7 +34,7 @@ from replay.tolerances.job_bounds import (
     name_signature_floor,
 )
 from replay.verdict.model_facts import ModelDifference
-from replay.verdict.pass_values import MOVED, OPTIMIZER, WEIGHTING, Claim, RecordedPass, ReplayedPass
+from replay.verdict.recorded_pass import MOVED, OPTIMIZER, WEIGHTING, Claim, RecordedPass, ReplayedPass
 
 MAX_LISTED_SHARES = 8
 ROUNDING_HIDES = "rounding hides it"

@@ -13,7 +13,7 @@ from capture.file_format.gradient_signature import GradientSignature
 from capture.file_format.name_patterns import split_name
 from replay.tolerances.job_bounds import LEAST_RMS
 from replay.verdict.gradient_samples import GradientSamples, compute_scale
-from replay.verdict.pass_values import RecordedPass, match_parameter_name
+from replay.verdict.recorded_pass import RecordedPass, match_parameter_name
 
 WHOLE = "all parameters"
 

@@ -30,12 +30,12 @@ from replay.verdict.findings import (
 from replay.verdict.gradient_evidence import GradientEvidence, compare_signatures
 from replay.verdict.gradient_samples import GradientSamples
 from replay.verdict.optimizer_comparison import list_setting_differences
-from replay.verdict.pass_values import (
+from replay.verdict.pass_windows import group_into_windows, sum_loss_weights
+from replay.verdict.recorded_pass import (
     RecordedPass,
     ReplayedPass,
     WeightComparison,
 )
-from replay.verdict.pass_windows import group_into_windows, sum_loss_weights
 from replay.verdict.sample_pairs import do_some_samples_agree, find_least_floor, pair_samples
 from replay.verdict.signature_findings import do_some_signatures_agree, judge_signatures
 from replay.verdict.state_findings import compare_states

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from replay.verdict.gradient_samples import GradientSamples
-from replay.verdict.pass_values import RecordedPass, match_parameter_name
+from replay.verdict.recorded_pass import RecordedPass, match_parameter_name
 
 # So many elements for each pass, at least: fewer would fit anything.
 LEAST_ELEMENTS = 8

@@ -43,6 +43,7 @@ from replay.verdict.gradient_findings import (
     add_window_findings,
 )
 from replay.verdict.gradient_mix import SinglePassGradient
+from replay.verdict.job_clipping import clip_as_the_job
 from replay.verdict.model_comparison import find_unreduced_step_differences
 from replay.verdict.outcomes import (
     OTHER_WEIGHTS,
@@ -51,12 +52,6 @@ from replay.verdict.outcomes import (
     Verdict,
     count_reasons,
     select_worst_findings,
-)
-from replay.verdict.own_clipping import clip_as_the_job
-from replay.verdict.pass_values import (
-    RecordedPass,
-    ReplayedPass,
-    describe_mixed_recordings,
 )
 from replay.verdict.pass_verdicts import (
     downgrade_reproduced_to_unsettled,
@@ -74,6 +69,11 @@ from replay.verdict.pass_weights import (
     note_rounded_steps,
 )
 from replay.verdict.pass_windows import group_into_windows
+from replay.verdict.recorded_pass import (
+    RecordedPass,
+    ReplayedPass,
+    describe_mixed_recordings,
+)
 from replay.verdict.route_findings import compare_routes
 
 

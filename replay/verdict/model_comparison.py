@@ -19,7 +19,7 @@ from replay.verdict.model_facts import (
     ModelDifference,
     ModelDifferenceKind,
 )
-from replay.verdict.pass_values import RecordedPass
+from replay.verdict.recorded_pass import RecordedPass
 
 _REPLAY_PACKAGES = ("actor_init", "replay")
 # A module of these computes what the replaced one does, in fewer steps; `kernels` in a pass's settings says so.

@@ -12,7 +12,7 @@ from replay.verdict.causes.cause import Cause
 from replay.verdict.causes.trial import TrialReport
 from replay.verdict.findings import Finding, FindingStatus
 from replay.verdict.model_facts import ModelDifference
-from replay.verdict.pass_values import WeightComparison
+from replay.verdict.recorded_pass import WeightComparison
 
 OTHER_WEIGHTS, FAILED = "other weights", "the pass failed"
 # Each is the reason for all numbers of a pass at once. So a gradient that has such a reason is not left open

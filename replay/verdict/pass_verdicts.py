@@ -16,9 +16,9 @@ from replay.verdict.outcomes import (
     Outcome,
     PassVerdict,
 )
-from replay.verdict.pass_values import MISSING_GRADIENT
 from replay.verdict.pass_weights import find_miscounted_steps, find_unmoved_weights, merge_comparisons
 from replay.verdict.pass_windows import group_into_windows
+from replay.verdict.recorded_pass import MISSING_GRADIENT
 
 
 def mark_job_dropout_masks(compared_passes: Sequence[ComparedPass], settings: VerdictSettings) -> list[ComparedPass]:

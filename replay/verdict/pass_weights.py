@@ -25,8 +25,8 @@ from replay.verdict.gradient_findings import (
 )
 from replay.verdict.optimizer_comparison import find_step_dtype
 from replay.verdict.optimizer_facts import read_step_count
-from replay.verdict.pass_values import RecordedPass, WeightComparison
 from replay.verdict.pass_windows import group_into_windows
+from replay.verdict.recorded_pass import RecordedPass, WeightComparison
 from replay.verdict.stepped_weights import compare_stepped_weights
 from replay.verdict.weight_movement import did_any_move
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Protocol, TypeVar
 
 from replay.runlog.records import PassRecord
-from replay.verdict.pass_values import RecordedPass, ReplayedPass
+from replay.verdict.recorded_pass import RecordedPass, ReplayedPass
 
 
 class HasRecord(Protocol):

@@ -14,7 +14,7 @@ from replay.output.text import Pairs
 from replay.runlog.records import PassRecord
 from replay.tolerances.job_bounds import compute_flip_bound, compute_tie_distance
 from replay.verdict.findings import Finding, VerdictSettings, list_dtypes, make_finding
-from replay.verdict.pass_values import RecordedPass, ReplayedPass
+from replay.verdict.recorded_pass import RecordedPass, ReplayedPass
 
 ROUTES = "expert routes"
 LAYER = re.compile(r"\.(\d+)(?:\.|$)")

@@ -7,7 +7,7 @@ from capture.file_format.optimizer_step import OptimizerStep, Sample
 from replay.tolerances.difference import absolute_difference, as_share
 from replay.tolerances.job_bounds import HIDING_BOUND
 from replay.verdict.gradient_samples import GradientSamples, compute_scale
-from replay.verdict.pass_values import match_parameter_name
+from replay.verdict.recorded_pass import match_parameter_name
 
 _ROUTED_PARAMETERS = ("expert", "router", ".gate.")
 

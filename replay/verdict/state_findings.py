@@ -6,7 +6,7 @@ from dataclasses import replace
 from replay.tolerances.difference import absolute_difference, as_share
 from replay.tolerances.job_bounds import GRADIENT, HIDING_BOUND, LEAST_RMS, STATE_FACTOR
 from replay.verdict.findings import Finding, VerdictSettings, list_dtypes, make_finding
-from replay.verdict.pass_values import OPTIMIZER_STATE, RecordedPass, ReplayedPass, match_parameter_name
+from replay.verdict.recorded_pass import OPTIMIZER_STATE, RecordedPass, ReplayedPass, match_parameter_name
 
 # States that are averages of squares: they are off by twice what the gradients are.
 SQUARES = ("exp_avg_sq", "max_exp_avg_sq", "variance")

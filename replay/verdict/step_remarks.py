@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from capture.file_format.optimizer_step import OptimizerStep
 from replay.output.text import pluralise
 from replay.verdict.optimizer_facts import count_stepped_parameters, keeps_state
-from replay.verdict.pass_values import RecordedPass
+from replay.verdict.recorded_pass import RecordedPass
 from replay.verdict.weight_movement import find_moved_parameters
 
 

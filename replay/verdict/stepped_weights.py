@@ -22,7 +22,7 @@ from replay.tolerances.job_bounds import (
 from replay.verdict.findings import ROUNDING_HIDES, Finding, FindingStatus, VerdictSettings, list_dtypes, make_finding
 from replay.verdict.gradient_findings import ComparedPass
 from replay.verdict.gradient_samples import GradientSamples
-from replay.verdict.pass_values import SteppedSample
+from replay.verdict.recorded_pass import SteppedSample
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -18,7 +18,7 @@ from replay.tolerances.job_bounds import GRADIENT, GRADIENT_NORMS, GRADIENT_RMS
 from replay.verdict.causes.cause import Cause, Sureness
 from replay.verdict.findings import ROUNDING_HIDES, Finding, FindingStatus
 from replay.verdict.outcomes import FINER_DTYPE, OTHER_WEIGHTS, Coverage, Outcome, PassVerdict, Verdict
-from replay.verdict.pass_values import MISSING_GRADIENT, WeightComparison
+from replay.verdict.recorded_pass import MISSING_GRADIENT, WeightComparison
 
 SEVERITY = (FindingStatus.AGREES, FindingStatus.NOT_JUDGED, FindingStatus.UNSETTLED, FindingStatus.DIFFERS)
 # The findings that name a parameter, the more telling one last.

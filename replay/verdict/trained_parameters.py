@@ -7,7 +7,7 @@ from capture.file_format.optimizer_step import OptimizerStep
 from replay.output.text import name_some
 from replay.verdict.findings import Finding, make_finding
 from replay.verdict.gradient_samples import GradientSamples, compute_scale
-from replay.verdict.pass_values import MISSING_GRADIENT, match_parameter_name
+from replay.verdict.recorded_pass import MISSING_GRADIENT, match_parameter_name
 
 MAX_NAMED = 4
 

@@ -16,8 +16,8 @@ from replay.tolerances.job_bounds import LOSS
 from replay.verdict.judge import PassEvidence
 from replay.verdict.optimizer_facts import find_facts_of_ranks
 from replay.verdict.outcomes import Outcome, PassVerdict, Verdict
-from replay.verdict.pass_values import MOVED, NEXT_TOKENS, RecordedPass, match_parameter_name
 from replay.verdict.pass_windows import group_into_windows
+from replay.verdict.recorded_pass import MOVED, NEXT_TOKENS, RecordedPass, match_parameter_name
 from replay.verdict.step_remarks import holds_no_trained_parameter, list_step_remarks
 
 LABEL = "trained"

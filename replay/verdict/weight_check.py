@@ -17,7 +17,7 @@ from capture.file_format.optimizer_state import StateSample
 from capture.file_format.optimizer_step import ParameterSamples, Sample
 from replay.output.text import name_some, pluralise
 from replay.tolerances.job_bounds import is_equal_but_for_dtype
-from replay.verdict.pass_values import DifferingElement, WeightComparison, list_inner_names, match_parameter_name
+from replay.verdict.recorded_pass import DifferingElement, WeightComparison, list_inner_names, match_parameter_name
 
 SampleT = TypeVar("SampleT", Sample, GradientSignature, StateSample)
 

@@ -15,7 +15,7 @@ from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import TypeVar
 
-from replay.verdict.pass_values import RecordedPass
+from replay.verdict.recorded_pass import RecordedPass
 
 # So many parameters have to be sampled at both of two steps before they tell whether the weights moved between them.
 LEAST_SAMPLES = 4

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from actor_init.backends.protocol import Backend, open_backend
-from actor_init.optimizer import StepSettings
+from actor_init.schedule_and_norm import StepSettings
 from actor_init.spec import ParallelSpec
 from actor_init.world import World
 from replay.command_line.cli import leave

@@ -25,9 +25,9 @@ from actor_init.declarations.backends import BACKENDS
 from actor_init.declarations.backends.declaration import ActorSettings, BackendDeclaration, SuiteTraining
 from actor_init.inputs.packing import ActorInputs
 from actor_init.model import ModelSource, build_on_meta, find_blocks, materialise
-from actor_init.optimizer import Progress, StepSettings, allows_step, make_schedule
 from actor_init.optimizers.build import list_named_parameters, make_optimizer
 from actor_init.saving.huggingface import write_model
+from actor_init.schedule_and_norm import Progress, StepSettings, allows_step, make_schedule
 from actor_init.spec import ActorSpec, Compile, Dtype
 from actor_init.weights import OnProgress, ignore_progress
 from actor_init.world import World

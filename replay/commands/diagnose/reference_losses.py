@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from actor_init.adapters import add_adapter
 from actor_init.declarations.attention.plain import has_sdpa
 from actor_init.model import ModelSource, build_on_meta, configure_model, materialise
-from actor_init.optimizer import TORCH_DTYPES
+from actor_init.schedule_and_norm import TORCH_DTYPES
 from actor_init.spec import ActorSpec, Attention, Dtype
 from actor_init.weights import OnProgress, ignore_progress
 from actor_init.world import World

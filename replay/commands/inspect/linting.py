@@ -18,7 +18,7 @@ from replay.lint.remark import LintRemark, LintSubject
 from replay.lint.token_checks import leaves_positions_to_model
 from replay.lint.training_checks import drew_masks_without_gradient, is_in_eval_mode
 from replay.output.text import pluralise
-from replay.verdict.pass_values import RecordedPass
+from replay.verdict.recorded_pass import RecordedPass
 from replay.verdict.special_tokens import SpecialTokens
 
 # The checks read at most so many passes.

@@ -26,7 +26,7 @@ from capture.file_format.model_facts import copy_model_facts
 from replay.options.option_parsing import DeclaredOption, format_command_line, list_options, replace_values
 from replay.options.spec import ReplaySpec
 from replay.tolerances.job_bounds import ACTION_TOKENS, LOG_PROBS, TOKENS
-from replay.verdict.pass_values import TOKEN_POSITIONS_KEY, read_token_positions
+from replay.verdict.recorded_pass import TOKEN_POSITIONS_KEY, read_token_positions
 
 # Options that name files or folders.
 FILE_OPTIONS = ("--loss", "--model", "--weights", "--adapter", "--deepspeed-config", "--load-state")

@@ -19,7 +19,7 @@ from torch import Tensor
 from actor_init.inputs.packing import prepare_inputs
 from actor_init.model import ModelSource, build_on_meta, count_elements, find_model, materialise, strip_config
 from actor_init.model_positions import add_model_positions
-from actor_init.optimizer import TORCH_DTYPES
+from actor_init.schedule_and_norm import TORCH_DTYPES
 from actor_init.spec import Attention, UsageError
 from capture.file_format.actor_config import read_actor_config, read_adapter_configs
 from capture.file_format.capture_file import read_call

@@ -10,7 +10,7 @@ from replay.verdict.causes.wrong_gradient import GRADIENT_FINDINGS
 from replay.verdict.gradient_findings import ComparedPass, list_steps
 from replay.verdict.model_facts import ModelDifferenceKind
 from replay.verdict.outcomes import PassVerdict
-from replay.verdict.pass_values import MISSING_GRADIENT, WEIGHTING
+from replay.verdict.recorded_pass import MISSING_GRADIENT, WEIGHTING
 
 CLIP_ONCE = "clip once, after the backward of a step's last pass"
 

@@ -16,7 +16,7 @@ from replay.verdict.causes.evidence import CauseEvidence, CauseRule, name_time
 from replay.verdict.causes.model_rules import FORWARD_FINDINGS
 from replay.verdict.gradient_findings import list_steps
 from replay.verdict.outcomes import FINER_DTYPE, Outcome
-from replay.verdict.pass_values import MOVED, OPTIMIZER
+from replay.verdict.recorded_pass import MOVED, OPTIMIZER
 
 LEAST_VALUES = 16
 HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}

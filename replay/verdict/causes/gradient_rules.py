@@ -37,7 +37,7 @@ from replay.verdict.cleared_passes import find_cleared_passes
 from replay.verdict.dropout_masks import MaskStatus
 from replay.verdict.gradient_evidence import ComparedGradient
 from replay.verdict.gradient_findings import ANOTHER_LOSS, UNKNOWN_OBJECTIVE, ComparedPass, compute_job_weights
-from replay.verdict.pass_values import MOVED, WEIGHTING
+from replay.verdict.recorded_pass import MOVED, WEIGHTING
 
 
 def find_ranks_own_gradients(evidence: CauseEvidence) -> Cause | None:

@@ -7,7 +7,7 @@ from replay.verdict.causes.evidence import CauseEvidence, CauseRule, name_time
 from replay.verdict.causes.model_rules import FORWARD_FINDINGS
 from replay.verdict.causes.wrong_gradient import GRADIENT_FINDINGS, find_wrong_gradient, name_parameters
 from replay.verdict.gradient_findings import ComparedPass
-from replay.verdict.pass_values import MISSING_GRADIENT, match_parameter_name
+from replay.verdict.recorded_pass import MISSING_GRADIENT, match_parameter_name
 
 
 def find_missing_gradient(evidence: CauseEvidence) -> Cause | None:

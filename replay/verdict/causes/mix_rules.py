@@ -9,7 +9,7 @@ from replay.verdict.causes.clipping import CLIP_ONCE, clips_parts
 from replay.verdict.causes.evidence import CauseEvidence, CauseRule, name_time
 from replay.verdict.findings import list_dtypes
 from replay.verdict.gradient_mix import GradientMix, SinglePassGradient, find_mixes
-from replay.verdict.pass_values import WEIGHTING
+from replay.verdict.recorded_pass import WEIGHTING
 
 EXPLAINED = (*GRADIENT_QUANTITIES, WEIGHTING)
 # What is left over of a gradient that is the sum found, and how near its weights come to theirs.

@@ -23,7 +23,7 @@ from replay.verdict.dropout_masks import JOB_IN_EVAL_MODE, MASKS
 from replay.verdict.findings import FindingStatus
 from replay.verdict.model_facts import BUFFER_DTYPE, OTHER_TEXT, ModelDifference, ModelDifferenceKind
 from replay.verdict.outcomes import Outcome, PassVerdict
-from replay.verdict.pass_values import MISSING_GRADIENT, MOVED, NOTED_LOSS, OPTIMIZER_STATE
+from replay.verdict.recorded_pass import MISSING_GRADIENT, MOVED, NOTED_LOSS, OPTIMIZER_STATE
 
 Kind = ModelDifferenceKind
 FORWARD_FINDINGS = (LOSS, TOKENS, TOKENS_RMS, LOG_PROBS, ACTION_TOKENS)

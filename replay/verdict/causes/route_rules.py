@@ -6,7 +6,7 @@ from replay.verdict.causes.cause import Cause, CauseName, Sureness
 from replay.verdict.causes.evidence import CauseEvidence, CauseRule, name_time
 from replay.verdict.causes.model_rules import ALL_FINDINGS
 from replay.verdict.causes.wrong_gradient import GRADIENT_FINDINGS, find_farthest, find_wrong_gradient
-from replay.verdict.pass_values import ROUTER_LOSS_DOUBT
+from replay.verdict.recorded_pass import ROUTER_LOSS_DOUBT
 from replay.verdict.route_findings import ROUTES, name_layer
 
 

@@ -12,7 +12,7 @@ from replay.verdict.optimizer_facts import (
     find_facts_of_ranks,
     read_step_count,
 )
-from replay.verdict.pass_values import MOVED, OPTIMIZER, OPTIMIZER_STATE
+from replay.verdict.recorded_pass import MOVED, OPTIMIZER, OPTIMIZER_STATE
 from replay.verdict.step_remarks import holds_no_trained_parameter
 
 # A step that is another one explains the weights after it, and every number of later passes.

@@ -23,7 +23,7 @@ from replay.verdict.causes import (
 from replay.verdict.causes.cause import LOOP_CAUSES, SETTLED_CAUSES, Cause, Sureness
 from replay.verdict.causes.evidence import CauseEvidence, CauseRule
 from replay.verdict.outcomes import Outcome, Verdict
-from replay.verdict.pass_values import MISSING_GRADIENT
+from replay.verdict.recorded_pass import MISSING_GRADIENT
 from replay.verdict.route_findings import ROUTES
 
 RULES = (

@@ -7,7 +7,7 @@ from replay.tolerances.job_bounds import GRADIENT_QUANTITIES, STEPPED
 from replay.verdict.causes.cause import Cause, CauseName, Sureness
 from replay.verdict.causes.evidence import CauseEvidence, CauseRule
 from replay.verdict.causes.trial import FORWARD_FINDINGS, SURE_GAIN_A_TRIAL, TrialReport, TrialResult
-from replay.verdict.pass_values import OPTIMIZER_STATE
+from replay.verdict.recorded_pass import OPTIMIZER_STATE
 
 # What a wrong forward explains: its gradient is another one, too.
 EXPLAINED = (*FORWARD_FINDINGS, *GRADIENT_QUANTITIES, OPTIMIZER_STATE, STEPPED)

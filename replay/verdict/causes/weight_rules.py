@@ -14,8 +14,8 @@ from replay.verdict.causes.evidence import CauseEvidence, CauseRule, name_time
 from replay.verdict.causes.step_rules import EXPLAINED
 from replay.verdict.gradient_findings import list_steps
 from replay.verdict.outcomes import OTHER_WEIGHTS, Outcome, PassVerdict
-from replay.verdict.pass_values import SteppedSample
 from replay.verdict.pass_windows import sum_loss_weights
+from replay.verdict.recorded_pass import SteppedSample
 from replay.verdict.stepped_weights import measure_drift
 from replay.verdict.weight_movement import Samples, are_same, did_most_move
 

@@ -12,7 +12,7 @@ from replay.verdict.findings import list_dtypes
 from replay.verdict.gradient_evidence import ComparedGradient, GradientEvidence, name_kind
 from replay.verdict.gradient_findings import ComparedPass, collect_gradient_evidence, list_steps
 from replay.verdict.outcomes import PassVerdict
-from replay.verdict.pass_values import MISSING_GRADIENT, OPTIMIZER_STATE
+from replay.verdict.recorded_pass import MISSING_GRADIENT, OPTIMIZER_STATE
 
 GRADIENT_FINDINGS = (MISSING_GRADIENT, *GRADIENT_QUANTITIES, OPTIMIZER_STATE, STEPPED)
 # A gradient that is this much longer or shorter, and whose direction is this near, is the same but for rounding.

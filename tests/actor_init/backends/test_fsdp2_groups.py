@@ -12,7 +12,7 @@ from transformers import GPT2Config, LlamaConfig, LlamaForCausalLM, PretrainedCo
 from actor_init.backends.fsdp2 import FSDP2Backend, find_embedding_and_head
 from actor_init.inputs.packing import prepare_inputs
 from actor_init.model import ModelSource, build_on_meta
-from actor_init.optimizer import TORCH_DTYPES
+from actor_init.schedule_and_norm import TORCH_DTYPES
 from actor_init.spec import ActorSpec, Dtype, ParallelSpec
 from actor_init.weights import RandomWeights
 from actor_init.world import World

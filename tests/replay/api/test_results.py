@@ -19,7 +19,7 @@ from replay.runlog.token_log_probs import TokenPlaces
 from replay.verdict.causes.cause import Cause, CauseName, Sureness
 from replay.verdict.findings import Finding, FindingStatus
 from replay.verdict.outcomes import Coverage, Outcome, PassVerdict
-from replay.verdict.pass_values import WeightComparison
+from replay.verdict.recorded_pass import WeightComparison
 from tests.helpers.made_captures import damage, write_pass, write_passes
 from tests.helpers.made_logs import VERDICT, passed, write_log
 from tests.helpers.made_records import record

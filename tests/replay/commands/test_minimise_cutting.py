@@ -11,7 +11,7 @@ from capture.file_format.capture_file import CapturedCall, read_call
 from capture.file_format.micro_batch import CaptureError, Origin
 from capture.file_format.optimizer_step import OptimizerStep, choose_sampled_tokens
 from replay.commands.minimise.cutting import CaptureShape, Cut, cut_call
-from replay.verdict.pass_values import read_token_positions
+from replay.verdict.recorded_pass import read_token_positions
 
 ROWS, COLUMNS, ACTIONS = 3, 10, 6
 WHOLE = Cut(source=0, rows=(0, 1, 2), first=0, end=COLUMNS)

@@ -12,7 +12,7 @@ from capture.file_format.optimizer_step import OptimizerStep, ParameterSamples, 
 from replay.lint.lint import lint
 from replay.lint.remark import LintSubject
 from replay.options.spec import LossName
-from replay.verdict.pass_values import RecordedPass, WeightComparison, read_recorded_pass
+from replay.verdict.recorded_pass import RecordedPass, WeightComparison, read_recorded_pass
 from replay.verdict.special_tokens import SpecialTokens
 
 PAD, IGNORED = 0, -100

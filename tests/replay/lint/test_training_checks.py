@@ -11,8 +11,8 @@ from capture.file_format.micro_batch import LOSS_GRADIENTS
 from capture.file_format.optimizer_state import StateSample
 from replay.lint.lint import lint
 from replay.lint.remark import LintSubject, Weight
-from replay.verdict.pass_values import RecordedPass, WeightComparison
 from replay.verdict.random_draws import RandomDraws
+from replay.verdict.recorded_pass import RecordedPass, WeightComparison
 from tests.replay.lint.recorded import make_pass, make_rows, make_sample, make_samples, make_step, say
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from actor_init.optimizer import compute_total_norm
+from actor_init.schedule_and_norm import compute_total_norm
 from replay.command_line.cli import main
 from replay.objective.objective import compute_negated_mean
 from replay.runlog.records import PassRecord

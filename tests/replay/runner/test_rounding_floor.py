@@ -23,7 +23,7 @@ from replay.runner.rounding_floor import (
 )
 from replay.tolerances.job_bounds import LOSS, TOKENS_RMS, NoiseFloor, name_signature_floor
 from replay.verdict.judge import PassEvidence
-from replay.verdict.pass_values import ReplayedPass
+from replay.verdict.recorded_pass import ReplayedPass
 from tests.helpers.made_records import record
 from tests.trainers.common import make_batches, make_model
 

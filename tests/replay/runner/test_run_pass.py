@@ -17,7 +17,7 @@ from torch import Tensor
 
 from actor_init.inputs.documents import KeptLogits
 from actor_init.inputs.packing import ActorInputs, prepare_inputs
-from actor_init.optimizer import StepSettings
+from actor_init.schedule_and_norm import StepSettings
 from capture import capture_files, read_micro_batch
 from capture.file_format.tensor_codec import RandomStates
 from replay.options.spec import find_sample_folder

@@ -7,8 +7,8 @@ from typing import Any, cast
 import pytest
 import torch
 
-from actor_init.optimizer import StepSettings
 from actor_init.option_values import Dtype
+from actor_init.schedule_and_norm import StepSettings
 from capture.file_format.optimizer_step import Sample
 from replay.runlog.records import CostSection, PhaseCost
 from replay.runner.run_pass import PassInputs, StepTiming, WindowEnd

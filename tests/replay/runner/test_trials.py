@@ -21,7 +21,7 @@ from replay.verdict.causes.cause import CauseName
 from replay.verdict.findings import VerdictSettings, make_finding
 from replay.verdict.judge import PassEvidence, judge
 from replay.verdict.outcomes import Outcome, PassVerdict, Verdict
-from replay.verdict.pass_values import RecordedPass, ReplayedPass, WeightComparison
+from replay.verdict.recorded_pass import RecordedPass, ReplayedPass, WeightComparison
 from tests.broken_jobs import faults
 from tests.helpers.made_records import record
 from tests.trainers.common import make_batches, make_model

@@ -10,7 +10,7 @@ from replay.verdict.causes.cause import CauseName, Sureness
 from replay.verdict.causes.gradient_rules import find_scaled_loss
 from replay.verdict.causes.step_rules import find_untaken_passes
 from replay.verdict.cleared_passes import ClearedPasses, find_cleared_passes
-from replay.verdict.pass_values import RecordedPass
+from replay.verdict.recorded_pass import RecordedPass
 from tests.replay.lint.recorded import say
 from tests.replay.verdict.causes.made_evidence import (
     draw_gradients,

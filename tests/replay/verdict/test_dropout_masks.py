@@ -10,8 +10,8 @@ from replay.verdict.dropout_masks import MASKS, OTHER_MASKS, MaskStatus, compare
 from replay.verdict.findings import FindingStatus, VerdictSettings
 from replay.verdict.judge import PassEvidence, judge
 from replay.verdict.outcomes import Outcome, Verdict
-from replay.verdict.pass_values import Claim, RecordedPass, ReplayedPass, WeightComparison
 from replay.verdict.random_draws import RandomDraws
+from replay.verdict.recorded_pass import Claim, RecordedPass, ReplayedPass, WeightComparison
 from tests.helpers.made_records import record
 
 ENVIRONMENT = {"device": "CPU", "attention": "sdpa", "torch": "2.13.0", "compiled": "no"}

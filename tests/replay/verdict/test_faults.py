@@ -23,7 +23,7 @@ from replay.tolerances.job_bounds import (
     HIDING_BOUND,
     TOKENS_RMS,
 )
-from replay.verdict.pass_values import WEIGHTING
+from replay.verdict.recorded_pass import WEIGHTING
 from tests.broken_jobs.models import make_model
 from tests.trainers.common import make_batches
 

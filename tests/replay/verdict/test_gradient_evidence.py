@@ -15,7 +15,7 @@ from replay.verdict.gradient_evidence import (
     name_kind,
 )
 from replay.verdict.gradient_samples import GradientSamples
-from replay.verdict.pass_values import RecordedPass, WeightComparison
+from replay.verdict.recorded_pass import RecordedPass, WeightComparison
 
 Gradient = Sequence[float]
 SHAPE = (40, 30)

@@ -31,7 +31,7 @@ from replay.tolerances.job_bounds import (
 from replay.verdict.findings import VerdictSettings, make_finding
 from replay.verdict.judge import PassEvidence, judge
 from replay.verdict.outcomes import Outcome, Verdict
-from replay.verdict.pass_values import Claim, DifferingElement, RecordedPass, ReplayedPass, WeightComparison
+from replay.verdict.recorded_pass import Claim, DifferingElement, RecordedPass, ReplayedPass, WeightComparison
 from replay.verdict.text import format_verdict
 from tests.helpers.made_records import record
 from tests.trainers.common import make_batches, make_model

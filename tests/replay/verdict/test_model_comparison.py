@@ -10,7 +10,7 @@ from capture.file_format.model_facts import ModelFacts
 from capture.file_format.optimizer_step import OptimizerStep
 from replay.verdict.model_comparison import OwnModel, OwnParameter, compare_models, find_unreduced_step_differences
 from replay.verdict.model_facts import ALL_PARAMETERS, ModelDifference, ModelDifferenceKind
-from replay.verdict.pass_values import RecordedPass, WeightComparison
+from replay.verdict.recorded_pass import RecordedPass, WeightComparison
 
 LLAMA = "transformers.models.llama.modeling_llama"
 NUM_LAYERS = 3

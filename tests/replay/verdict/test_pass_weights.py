@@ -8,8 +8,8 @@ from actor_init.spec import ActorSpec
 from capture.file_format.optimizer_step import OptimizerStep
 from replay.tolerances.job_bounds import TOKENS, NoiseFloor
 from replay.verdict.findings import VerdictSettings, list_dtypes
-from replay.verdict.pass_values import WeightComparison
 from replay.verdict.pass_weights import check_weights, note_rounded_steps
+from replay.verdict.recorded_pass import WeightComparison
 from tests.replay.verdict.causes.made_evidence import draw_gradients, make_window
 
 FLOOR = {TOKENS: NoiseFloor(value=1e-6, num_values=8)}

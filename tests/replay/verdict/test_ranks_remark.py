@@ -9,7 +9,7 @@ import pytest
 from replay.verdict.findings import make_finding
 from replay.verdict.judge import PassEvidence
 from replay.verdict.outcomes import Outcome
-from replay.verdict.pass_values import WeightComparison
+from replay.verdict.recorded_pass import WeightComparison
 from replay.verdict.training_remarks import _compare_forwards_of_ranks, _compare_ranks, describe_weighting
 from tests.replay.verdict.causes.made_evidence import NAMES, draw_gradients, make_verdict, make_window, scale_gradients
 

@@ -10,7 +10,7 @@ from actor_init.routes import RouterFlips
 from replay.runlog.records import PassRecord, RoutesSection
 from replay.tolerances.job_bounds import TOKENS, compute_flip_bound, compute_tie_distance
 from replay.verdict.findings import FindingStatus, VerdictSettings
-from replay.verdict.pass_values import JobRouterLoss, RecordedPass, ReplayedPass, WeightComparison
+from replay.verdict.recorded_pass import JobRouterLoss, RecordedPass, ReplayedPass, WeightComparison
 from replay.verdict.route_findings import (
     compare_routes,
     describe_absent_router_loss,

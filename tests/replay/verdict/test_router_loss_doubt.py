@@ -9,7 +9,7 @@ import pytest
 from actor_init.routes import RouterFlips
 from replay.verdict.findings import FindingStatus
 from replay.verdict.gradient_findings import UNKNOWN_ROUTER_LOSS, add_window_findings
-from replay.verdict.pass_values import JobRouterLoss
+from replay.verdict.recorded_pass import JobRouterLoss
 from tests.replay.verdict.causes.made_evidence import (
     SETTINGS,
     draw_gradients,

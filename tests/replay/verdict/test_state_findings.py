@@ -8,7 +8,7 @@ from capture.file_format.optimizer_state import StateSample
 from replay.tolerances.job_bounds import STATE_FACTOR
 from replay.verdict.findings import Finding, FindingStatus
 from replay.verdict.gradient_samples import GradientSamples
-from replay.verdict.pass_values import ReplayedPass
+from replay.verdict.recorded_pass import ReplayedPass
 from replay.verdict.state_findings import compare_states
 from replay.verdict.state_samples import StateRun
 

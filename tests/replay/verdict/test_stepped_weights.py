@@ -9,7 +9,7 @@ from replay.tolerances.job_bounds import GRADIENT, STEPPED, NoiseFloor
 from replay.verdict.findings import FindingStatus, VerdictSettings
 from replay.verdict.gradient_findings import ComparedPass
 from replay.verdict.gradient_samples import GradientSamples
-from replay.verdict.pass_values import RecordedPass, ReplayedPass, SteppedSample, WeightComparison
+from replay.verdict.recorded_pass import RecordedPass, ReplayedPass, SteppedSample, WeightComparison
 from replay.verdict.stepped_weights import _compare, measure_drift
 from tests.helpers.made_records import record
 

@@ -10,7 +10,7 @@ from capture.file_format.capture_file import read_call
 from replay.command_line.cli import main as replay_main
 from replay.runlog.reader import PastRun
 from replay.tolerances.job_bounds import LOSS
-from replay.verdict.pass_values import Claim, RecordedPass, WeightComparison, describe_mixed_recordings
+from replay.verdict.recorded_pass import Claim, RecordedPass, WeightComparison, describe_mixed_recordings
 from tests.helpers.made_records import record
 from tests.replay.verdict.test_judge import FP32, replay_captures, train
 

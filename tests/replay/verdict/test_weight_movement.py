@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from capture.file_format.optimizer_step import Sample
-from replay.verdict.pass_values import RecordedPass, WeightComparison
+from replay.verdict.recorded_pass import RecordedPass, WeightComparison
 from replay.verdict.weight_movement import (
     LEAST_SAMPLES,
     Samples,

@@ -14,7 +14,7 @@ from replay.verdict.findings import Finding, VerdictSettings, make_finding
 from replay.verdict.gradient_findings import ComparedPass
 from replay.verdict.gradient_samples import GradientSamples
 from replay.verdict.outcomes import Outcome, PassVerdict
-from replay.verdict.pass_values import RecordedPass, ReplayedPass, WeightComparison
+from replay.verdict.recorded_pass import RecordedPass, ReplayedPass, WeightComparison
 from tests.helpers.made_records import record
 
 SHAPE = (40, 30)

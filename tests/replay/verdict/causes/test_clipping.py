@@ -19,7 +19,7 @@ from replay.verdict.causes.wrong_gradient import GRADIENT_FINDINGS
 from replay.verdict.findings import make_finding
 from replay.verdict.gradient_findings import ComparedPass
 from replay.verdict.model_facts import ModelDifference, ModelDifferenceKind
-from replay.verdict.pass_values import WEIGHTING
+from replay.verdict.recorded_pass import WEIGHTING
 from tests.replay.verdict.causes.made_evidence import (
     draw_gradients,
     make_forward_evidence,

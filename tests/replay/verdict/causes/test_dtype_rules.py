@@ -19,7 +19,7 @@ from replay.verdict.causes.dtype_rules import (
 from replay.verdict.causes.table import find_causes
 from replay.verdict.judge import PassEvidence, judge
 from replay.verdict.outcomes import Outcome
-from replay.verdict.pass_values import Claim
+from replay.verdict.recorded_pass import Claim
 from tests.replay.verdict.causes.made_evidence import (
     NAMES,
     SETTINGS,

@@ -11,7 +11,7 @@ from replay.verdict.causes.table import find_causes
 from replay.verdict.dropout_masks import PROVEN_MASKS
 from replay.verdict.gradient_findings import UNKNOWN_OBJECTIVE
 from replay.verdict.model_facts import ModelDifference, ModelDifferenceKind
-from replay.verdict.pass_values import MISSING_GRADIENT
+from replay.verdict.recorded_pass import MISSING_GRADIENT
 from tests.replay.verdict.causes.made_evidence import (
     NAMES,
     Gradients,

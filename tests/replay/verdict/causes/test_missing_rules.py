@@ -10,7 +10,7 @@ from replay.verdict.causes.cause import CauseName, Sureness
 from replay.verdict.causes.missing_rules import find_missing_gradient
 from replay.verdict.causes.wrong_gradient import GRADIENT_FINDINGS
 from replay.verdict.findings import make_finding
-from replay.verdict.pass_values import MISSING_GRADIENT
+from replay.verdict.recorded_pass import MISSING_GRADIENT
 from tests.replay.verdict.causes.made_evidence import (
     NAMES,
     draw_gradients,

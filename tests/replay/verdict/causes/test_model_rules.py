@@ -27,7 +27,7 @@ from replay.verdict.dropout_masks import JOB_IN_EVAL_MODE, MASKS
 from replay.verdict.findings import FindingStatus, make_finding
 from replay.verdict.model_facts import OTHER_TEXT, ModelDifference, ModelDifferenceKind
 from replay.verdict.outcomes import Outcome
-from replay.verdict.pass_values import NOTED_LOSS
+from replay.verdict.recorded_pass import NOTED_LOSS
 from replay.verdict.token_traits import TokenTraits
 from tests.replay.verdict.causes.made_evidence import (
     draw_gradients,

@@ -10,7 +10,7 @@ from replay.verdict.causes.evidence import CauseEvidence
 from replay.verdict.causes.route_rules import find_other_router_loss, find_other_routes
 from replay.verdict.causes.table import find_causes
 from replay.verdict.findings import make_finding
-from replay.verdict.pass_values import ROUTER_LOSS_DOUBT
+from replay.verdict.recorded_pass import ROUTER_LOSS_DOUBT
 from replay.verdict.route_findings import ROUTES
 from tests.replay.verdict.causes.made_evidence import (
     draw_gradients,

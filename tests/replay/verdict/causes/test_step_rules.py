@@ -21,8 +21,8 @@ from replay.verdict.causes.step_rules import (
     find_untaken_passes,
 )
 from replay.verdict.findings import make_finding
-from replay.verdict.pass_values import MISSING_GRADIENT, OPTIMIZER, OPTIMIZER_STATE
 from replay.verdict.pass_weights import find_miscounted_steps
+from replay.verdict.recorded_pass import MISSING_GRADIENT, OPTIMIZER, OPTIMIZER_STATE
 from tests.replay.verdict.causes.made_evidence import (
     SETTINGS,
     draw_gradients,

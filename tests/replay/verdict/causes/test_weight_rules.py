@@ -14,7 +14,7 @@ from replay.verdict.causes.cause import Cause, CauseName, Sureness
 from replay.verdict.causes.table import find_causes
 from replay.verdict.causes.weight_rules import find_other_update, find_other_weights, find_weights_of_earlier_step
 from replay.verdict.outcomes import OTHER_WEIGHTS, Outcome
-from replay.verdict.pass_values import DifferingElement, SteppedSample, WeightComparison
+from replay.verdict.recorded_pass import DifferingElement, SteppedSample, WeightComparison
 from tests.replay.verdict.causes.made_evidence import (
     draw_gradients,
     make_forward_evidence,

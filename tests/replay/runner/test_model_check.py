@@ -17,7 +17,7 @@ from capture import recording
 from capture.record.job_facts import find_adapter_configs
 from capture.record.model_facts import collect_model_facts
 from replay.command_line.cli import main
-from replay.runner.model_comparison import describe_own_model, find_config_differences
+from replay.runner.model_check import describe_own_model, find_config_differences
 from replay.verdict.model_comparison import compare_models
 from replay.verdict.model_facts import ModelDifference
 from tests.helpers.families import tiny_config, tiny_model

@@ -16,7 +16,7 @@ from replay.options.spec import StateSpec
 from replay.runlog.reader import PastRun
 from replay.runner.checkpoint import find_state_to_load
 from replay.runner.replayer import Replayer
-from replay.runner.states import find_whole_states
+from replay.runner.state_store import find_whole_states
 
 TRAINING = "--step --grad-accumulation 1 --dtype fp32 --quiet --learning-rate 0.01 --backend"
 pytestmark = pytest.mark.usefixtures("one_world")
@@ -97,7 +97,7 @@ def test_a_state_that_cannot_be_written_ends_the_run_and_leaves_those_before(
             raise OSError(28, "No space left on device")
         return create_whole_folder(folder, world)  # type: ignore[arg-type]
 
-    monkeypatch.setattr("replay.runner.states.create_whole_folder", raise_full)
+    monkeypatch.setattr("replay.runner.state_store.create_whole_folder", raise_full)
     assert train(tmp_path, "--max-inputs 4 --save-every 1") == 1
     said = capsys.readouterr().err
     assert said.startswith(f"replay: SavingError: {tmp_path / 'states'}, the state after 3 steps, could not be saved")

@@ -8,7 +8,7 @@ import pytest
 from capture.file_format.gradient_signature import GradientSignature
 from capture.file_format.optimizer_step import OptimizerStep
 from replay.verdict.gradient_findings import collect_gradient_evidence
-from replay.verdict.own_clipping import clip_as_the_job, infer_own_clipping_limit
+from replay.verdict.job_clipping import clip_as_the_job, infer_own_clipping_limit
 from tests.replay.verdict.causes.made_evidence import (
     SETTINGS,
     draw_gradients,
