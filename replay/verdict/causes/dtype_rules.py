@@ -5,7 +5,8 @@ values has a few more bits. Its last eight bits in fp32 are 0 nearly always, and
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
+from itertools import pairwise
 
 import torch
 
@@ -64,30 +65,37 @@ def find_rounded_gradient(evidence: CauseEvidence) -> Cause | None:
 
 
 def find_rounded_weights(evidence: CauseEvidence) -> Cause | None:
-    """Tell that the job's fp32 weights are of values of a 16-bit dtype after a step, and were not before it."""
+    """Tell that the job's fp32 weights are of values of a 16-bit dtype after a step, and were not before it.
+
+    Where a later step's are not, the model was cast once, as for a checkpoint in place, and cast back.
+    """
     if evidence.first_wrong is None:
         return None
-    before: Sequence[float] = []
+    by_step: dict[int, list[float]] = {}
     for compared in evidence.passes:
-        recorded = compared.recorded
-        values = [
-            value for sample in recorded.samples if sample.dtype == "float32" for value in sample.values if value != 1
-        ]
-        if recorded.num_steps_before == 0 and not before:
-            before = values
-        elif recorded.num_steps_before and before and find_half_dtype(before) is None:
-            dtype = find_half_dtype(values)
-            if dtype is None:
-                return None
-            return Cause(
-                name=CauseName.DTYPE,
-                sureness=Sureness.IS,
-                sentence=f"the job's fp32 weights are rounded to {dtype} after step {recorded.num_steps_before}: each "
-                "sampled element is a value of that dtype, and was not before the first step",
-                try_next="keep fp32 masters, and look for a copy of the weights through that dtype",
-                explains=(MOVED, STEPPED, OPTIMIZER, *FORWARD_FINDINGS, *GRADIENT_QUANTITIES),
-            )
-    return None
+        if compared.recorded.num_steps_before is not None:
+            values = by_step.setdefault(compared.recorded.num_steps_before, [])
+            # A norm's weights of 1 are of every dtype.
+            fp32_samples = (sample for sample in compared.recorded.samples if sample.dtype == "float32")
+            values.extend(value for sample in fp32_samples for value in sample.values if value != 1)
+    steps = sorted(step for step, values in by_step.items() if values)
+    dtypes = {step: find_half_dtype(by_step[step]) for step in steps}
+    is_rounded = [dtypes[before] is None and dtypes[behind] is not None for before, behind in pairwise(steps)]
+    if True not in is_rounded:
+        return None
+    step = steps[is_rounded.index(True) + 1]
+    undone = next((later for later in steps if later > step and dtypes[later] is None), None)
+    was_cast = "" if undone is None else f", nor after step {undone}: the model was cast to that dtype and cast back"
+    return Cause(
+        name=CauseName.DTYPE,
+        sureness=Sureness.IS,
+        sentence=f"the job's fp32 weights are rounded to {dtypes[step]} after step {step}: each sampled element is a "
+        f"value of that dtype, and was not before{was_cast}",
+        try_next="cast a copy of the model for a checkpoint or an evaluation"
+        if undone is not None
+        else "keep fp32 masters, and look for a copy of the weights through that dtype",
+        explains=(MOVED, STEPPED, OPTIMIZER, *FORWARD_FINDINGS, *GRADIENT_QUANTITIES),
+    )
 
 
 def find_finer_dtype(evidence: CauseEvidence) -> Cause | None:

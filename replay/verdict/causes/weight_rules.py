@@ -131,8 +131,6 @@ def find_other_update(evidence: CauseEvidence) -> Cause | None:
             try_next="hold what the job's class does in its first step against the class that your function builds",
             explains=(STEPPED, *EXPLAINED),
         )
-    if (cause := _find_cast(evidence, verdict)) is not None:
-        return cause
     if (cause := _find_average(evidence, verdict) or _find_scaled_step(evidence, verdict, samples)) is not None:
         return cause
     drifts = [drift.excess for sample in samples if (drift := measure_drift(sample)) is not None]
@@ -163,36 +161,6 @@ def _collect_around_window(evidence: CauseEvidence, verdict: PassVerdict) -> tup
         return None, {}
     recorded = window[0].recorded
     return recorded.num_steps_before, _collect_samples(evidence).get(recorded.rank or 0, {})
-
-
-def _find_cast(evidence: CauseEvidence, verdict: PassVerdict) -> Cause | None:
-    """Tell that fp32 weights are all numbers of bf16 behind the step, and were not before: one in 65,536 is by chance.
-
-    A model that is cast for a checkpoint in place, and cast back, is the job's own from then on.
-    """
-    number, by_step = _collect_around_window(evidence, verdict)
-    if number is None or number not in by_step or number + 1 not in by_step:
-        return None
-    before, behind = by_step[number], by_step[number + 1]
-    num_rounded = sum(
-        _is_of_bf16(value) and not _is_of_bf16(earlier)
-        for key in before.keys() & behind.keys()
-        for earlier, value in zip(before[key], behind[key], strict=False)
-    )
-    if num_rounded < LEAST_ELEMENTS or not all(_is_of_bf16(value) for values in behind.values() for value in values):
-        return None
-    return Cause(
-        name=CauseName.WEIGHTS_CHANGED,
-        sureness=Sureness.IS,
-        sentence=f"the weights behind {verdict.window_name} are numbers of bf16, and those before it were not: the "
-        "model was cast to bf16 and cast back",
-        try_next="look for model.to(bfloat16) or model.bfloat16() for a checkpoint or an evaluation: cast a copy",
-        explains=(STEPPED, *EXPLAINED),
-    )
-
-
-def _is_of_bf16(value: float) -> bool:
-    return float(torch.tensor(value, dtype=torch.float64).bfloat16()) == value
 
 
 def _find_average(evidence: CauseEvidence, verdict: PassVerdict) -> Cause | None:

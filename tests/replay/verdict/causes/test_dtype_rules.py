@@ -109,7 +109,8 @@ ROUNDED = tuple(torch.linspace(0.1, 0.9, 24).bfloat16().tolist())
     [
         ([(0, EXACT), (1, ROUNDED)], "float32", 1),
         ([(0, EXACT), (0, EXACT), (3, ROUNDED)], "float32", 3),
-        ([(0, EXACT), (1, EXACT), (2, ROUNDED)], "float32", None),
+        ([(0, EXACT), (1, EXACT), (2, ROUNDED)], "float32", 2),
+        ([(0, ROUNDED), (1, EXACT), (2, ROUNDED), (3, EXACT)], "float32", 2),
         # Weights that were 16-bit numbers before the first step say nothing, nor do those that another dtype stores.
         ([(0, ROUNDED), (1, ROUNDED)], "float32", None),
         ([(0, EXACT), (1, ROUNDED)], "bfloat16", None),
@@ -133,6 +134,8 @@ def test_weights_that_a_step_rounds_are_told(
     if cause is not None:
         assert (cause.name, cause.sureness) == (CauseName.DTYPE, Sureness.IS)
         assert f"rounded to bf16 after step {step}: " in cause.sentence
+        # Once, and not in each step from then on.
+        assert ("was cast to that dtype and cast back" in cause.sentence) is (versions[-1][1] is EXACT)
         assert {LOSS, STEPPED, *GRADIENT_QUANTITIES} <= set(cause.explains)
     # Where no number is wrong, nothing has to be explained.
     assert find_rounded_weights(replace(make_forward_evidence(), passes=passes)) is None
