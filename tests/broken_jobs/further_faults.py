@@ -5,8 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tests.broken_jobs.declarations import At, Parameters
-from tests.broken_jobs.faults import GradientPatch
+from tests.broken_jobs.declarations import At, Fault, Parameters
+from tests.broken_jobs.faults import GradientPatch, through_bf16
 
 
 def stays_in_eval_mode(model: Any) -> None:
@@ -32,6 +32,35 @@ def dropout_set(rate: float) -> Any:
             for attribute in ("attention_dropout", "attn_pdrop"):
                 if isinstance(vars(module).get(attribute), float):
                     setattr(module, attribute, rate)
+
+    return breaks
+
+
+def cleared_before_forward(model: Any) -> None:
+    """The gradients of a window's earlier micro-batches are lost, as where the loop over them empties them."""
+    model.register_forward_pre_hook(lambda *_: model.zero_grad())
+
+
+def optimizer_of_frozen_parameters() -> Fault:
+    """The optimizer has the frozen parameters and no other, as where it was made before the adapter."""
+    frozen: list[nn.Parameter] = []
+
+    def collect(model: Any) -> None:
+        frozen.extend(parameter for parameter in model.parameters() if not parameter.requires_grad)
+
+    def give(optimizer: Any) -> None:
+        for group in optimizer.param_groups:
+            group["params"] = frozen
+
+    return Fault(model=collect, optimizer=give)
+
+
+def cast_and_back(at_step: int) -> GradientPatch:
+    """After that step the weights go through bf16, as where the model is cast in place for a checkpoint."""
+
+    def breaks(parameters: Parameters, at: At) -> None:
+        if at.step == at_step:
+            copy_into(parameters, {name: through_bf16(parameter.detach()) for name, parameter in parameters.items()})
 
     return breaks
 

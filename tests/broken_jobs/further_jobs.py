@@ -89,6 +89,11 @@ _BROKEN = [
          Fault(after_step=g.reloaded(2, read_after=0)), ADAMW),
     ),
     *broken_jobs(
+        FaultClass.DTYPE,
+        ("cast-and-back", PLAIN, C.DTYPE, "the model is cast to bf16 and back after the second step", FOUR,
+         Fault(after_step=g.cast_and_back(1)), ADAMW),
+    ),
+    *broken_jobs(
         FaultClass.DETACHED,
         # A parameter that is frozen has no gradient. One that is frozen from the first step on is no fault here: the
         # replay takes over what the job froze, and a job that means to freeze it has the same recording.
@@ -107,6 +112,9 @@ _BROKEN = [
         FaultClass.WEIGHTING,
         ("third-of-four-lost", PLAIN, C.WINDOW_WEIGHTS, "the third of a window's four micro-batches is lost",
          WINDOW_OF_FOUR, Fault(loss=lambda loss, at: loss * (at.number != 2))),
+        ("cleared-in-window", PLAIN, (C.WINDOW_WEIGHTS, C.NOT_CLEARED),
+         "the loop over a window's micro-batches empties the gradients", WINDOW_OF_FOUR,
+         Fault(wrapped=g.cleared_before_forward)),
     ),
     *broken_jobs(
         FaultClass.OPTIMIZER,
@@ -118,6 +126,8 @@ _BROKEN = [
          Fault(setup={"optimizer": "muon"}), ADAMW),
         ("muon-steps-twice", PLAIN, C.STEPS_SKIPPED, "each step of Muon and AdamW is taken twice", MUON,
          Fault(optimizer=f.steps_twice), STEPPED),
+        ("optimizer-before-adapter", PLAIN, C.OPTIMIZER, "the optimizer was made before the adapter",
+         Setup(lora=True, num_steps=4, max_norm=1.0), g.optimizer_of_frozen_parameters(), STEPPED),
         ("step-left-out", PLAIN, C.STEPS_SKIPPED, "the second step is not taken, and its gradients are emptied", FOUR,
          Fault(skipped_steps=(1,)), ADAMW),
         ("clipped-before-unscale", PLAIN, C.CLIPPED_EARLY, "fp16's gradients are clipped with the loss scale in them",
