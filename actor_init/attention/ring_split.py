@@ -80,7 +80,7 @@ class RingSlice:
 def compute_ring_indices(
     cu_seq_lens: Tensor, group: dist.ProcessGroup, *, head_stride: int | None = None, may_zigzag: bool
 ) -> RingSlice:
-    """Compute which tokens of a packed row are this rank's; `cut_for_ring` cuts them out of the inputs.
+    """Compute which tokens of a packed row are this rank's; `slice_for_ring` takes them out of the inputs.
 
     cu_seq_lens  the row's boundaries, int32 [documents + 1], on the host
 

@@ -160,8 +160,8 @@ def _choose_targets(batch: MicroBatch) -> Tensor:
     return torch.where(batch.labels_BS == IGNORED_LABEL, batch.sequences_BS, batch.labels_BS)
 
 
-def arrange(inputs: ActorInputs, layout: Layout) -> ActorInputs:
-    """Arrange `inputs` by `layout`; they must be packed where `layout.joins_rows`."""
+def apply_layout(inputs: ActorInputs, layout: Layout) -> ActorInputs:
+    """Lay `inputs` out by `layout`; they must be packed where `layout.joins_rows`."""
     if layout.packs:
         return replace(inputs, borders=layout.borders) if layout.borders is not DocumentBorders.OWN else inputs
     return inputs if layout.as_captured else unpack(inputs)
@@ -294,8 +294,8 @@ def pad_to(inputs: ActorInputs, num_tokens: int) -> ActorInputs:
     return replace(padded, cu_seq_lens=borders, max_length=max(inputs.max_length, _round_up_length(num_added)))
 
 
-def cut_for_ring(inputs: ActorInputs, ring: RingSlice) -> ActorInputs:
-    """Cut one rank's part out of a packed row: its tokens, and the log-probs that they predict.
+def slice_for_ring(inputs: ActorInputs, ring: RingSlice) -> ActorInputs:
+    """Return one rank's slice of a packed row: its tokens, and the log-probs that they predict.
 
     ring  what `compute_ring_indices` computed of the row
     """

@@ -22,7 +22,7 @@ from actor_init.action_log_probs import action_log_probs
 from actor_init.attention.ring_attention import IsolatingSlice
 from actor_init.attention.ring_split import compute_ring_indices, may_zigzag
 from actor_init.declarations.attention import find_attention_form
-from actor_init.inputs.packing import arrange, cut_for_ring, prepare_inputs
+from actor_init.inputs.packing import apply_layout, prepare_inputs, slice_for_ring
 from actor_init.model_form import Layout
 from actor_init.probe.small_config import VOCABULARY, make_small_configs
 from capture.file_format.micro_batch import MicroBatch, Origin
@@ -110,12 +110,12 @@ class Probe:
         layout: Layout,
         ring: dist.ProcessGroup | None,
     ) -> float:
-        inputs = arrange(prepare_inputs(_make_batch(answer.documents), packing=layout.joins_rows), layout)
+        inputs = apply_layout(prepare_inputs(_make_batch(answer.documents), packing=layout.joins_rows), layout)
         slot_N = inputs.slot_N.to(self.device)
         if ring is not None:
             assert inputs.cu_seq_lens is not None
             zigzag = may_zigzag(self.config)
-            inputs = cut_for_ring(inputs, compute_ring_indices(inputs.cu_seq_lens, ring, may_zigzag=zigzag))
+            inputs = slice_for_ring(inputs, compute_ring_indices(inputs.cu_seq_lens, ring, may_zigzag=zigzag))
         log_probs_N = action_log_probs(model, inputs.to(self.device)).flatten()[slot_N]
         gradients = compute_gradients(model, log_probs_N)
         if ring is not None:

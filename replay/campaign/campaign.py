@@ -138,9 +138,9 @@ class Campaign(Generic[PlanT]):
     """The planned runs of one command: which of them have ended, and where and under which limits the others run.
 
     folder      holds everything that the campaign writes
-    command_name  of the command, such as `scan`
+    command_name  such as `scan`
     command_line  what a user types to repeat the campaign
-    machine     on which the campaign was begun
+    machine     the devices on which the campaign was begun
     plan        from which the command makes its planned runs; read and written as JSON
     versions    of the libraries with which the campaign was begun
     result      what the command knows of its answer so far: a dataclass or a mapping, written as JSON

@@ -275,7 +275,7 @@ def _find_noted_loss_obstacle(spec: ReplayParts) -> str | None:
 
 
 def explain_whole_logits(spec: ReplayParts, objective: Objective | None) -> str:
-    """Return why a run needs whole logits, whatever the job had; empty if it does not."""
+    """Return why a run needs the logits of all tokens at once, whatever the job had; empty if it does not."""
     if spec.measure.trace:
         return "the trace holds them"
     return f"--loss {objective.loss} may ask for them" if objective and objective.needs_whole_logits else ""

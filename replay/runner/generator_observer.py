@@ -43,7 +43,7 @@ class GeneratorObserver(PassObserver):
         return self.draws is not None and self.draws.has_any
 
 
-class DrawCounter:
+class RandomDrawCounter:
     """Counts random numbers in one pass of a run, since counting draws them all again."""
 
     def __init__(self) -> None:

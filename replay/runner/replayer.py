@@ -35,7 +35,7 @@ from replay.runlog.token_log_probs import TokenPlaces, write_token_log_probs
 from replay.runner.accumulation_window import AccumulationWindow
 from replay.runner.checkpoint import digest_inputs
 from replay.runner.first_uses import ExpectedTimes, record_second_run
-from replay.runner.generator_observer import DrawCounter, GeneratorObserver, has_captured_layout
+from replay.runner.generator_observer import GeneratorObserver, RandomDrawCounter, has_captured_layout
 from replay.runner.meter import Meter
 from replay.runner.non_finite import NonFiniteSearch
 from replay.runner.observers import (
@@ -173,8 +173,7 @@ class Replayer:
         self._must_reopen = False
         # The accumulation window has counted the pass that runs now, or ran last.
         self._is_pass_counted = False
-        # Tells how many random numbers dropout drew, in the job and here.
-        self._draw_counter = DrawCounter()
+        self._random_draw_counter = RandomDrawCounter()
         self._objective = Objective.open(spec)
         self._kept_logits = (
             KeptLogits() if self._objective is not None and self._objective.needs_logits_or_entropies else None
@@ -279,7 +278,7 @@ class Replayer:
             self.tracker.set_shapes(batch.num_rows, batch.num_padded_tokens, batch.num_real_tokens)
             batch = select_loss_tokens(self.spec.measure.loss, add_model_positions(batch, self.model_source.config))
             record, replayed_pass = self._run_micro_batch(record, captured_call, batch, extra_observers)
-            recorded_pass, replayed_pass = self._draw_counter.add_counts(
+            recorded_pass, replayed_pass = self._random_draw_counter.add_counts(
                 recorded_pass, replayed_pass, captured_call.random
             )
             return PassEvidence(record, recorded_pass, replayed_pass), None

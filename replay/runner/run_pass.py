@@ -28,7 +28,7 @@ from actor_init.attention.kernel_choice import choose_kernel
 from actor_init.attention.ring_split import compute_ring_indices, may_zigzag
 from actor_init.backends.protocol import Backend
 from actor_init.declarations.attention import find_attention_form
-from actor_init.inputs.packing import ActorInputs, arrange, cut_for_ring, pad_to, prepare_inputs
+from actor_init.inputs.packing import ActorInputs, apply_layout, pad_to, prepare_inputs, slice_for_ring
 from actor_init.model import ModelSource
 from actor_init.routes import PassRoutes, RouterFlips, RouterState, collect_flips, steer_routers
 from actor_init.schedule_and_norm import StepSettings
@@ -447,8 +447,8 @@ def prepare_actor_inputs(batch: MicroBatch, spec: ActorSpec, model_source: Model
     check_vocabulary(batch, model_source)
     layout = model_source.layout_under(spec)
     # Rows are joined (`joins_rows`) even where the model is fed padded rows (`packs` is False), one document a row:
-    # `arrange` cuts them at the documents' borders, which only joined rows have.
-    inputs = arrange(prepare_inputs(batch, packing=layout.joins_rows), layout)
+    # `apply_layout` cuts them at the documents' borders, which only joined rows have.
+    inputs = apply_layout(prepare_inputs(batch, packing=layout.joins_rows), layout)
     if (
         inputs.attention_mask_BS is not None
         and not find_attention_form(
@@ -475,7 +475,7 @@ def prepare_actor_inputs(batch: MicroBatch, spec: ActorSpec, model_source: Model
             head_stride=spec.parallel.ring_head_stride,
             may_zigzag=may_zigzag(model_source.config),
         )
-        inputs = cut_for_ring(inputs, ring)
+        inputs = slice_for_ring(inputs, ring)
     return replace(inputs, head=model_source.head).to(world.device)
 
 

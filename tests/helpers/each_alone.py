@@ -9,7 +9,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from actor_init.action_log_probs import action_log_probs
 from actor_init.attention.ring_split import compute_ring_indices, may_zigzag
-from actor_init.inputs.packing import arrange, cut_for_ring, prepare_inputs
+from actor_init.inputs.packing import apply_layout, prepare_inputs, slice_for_ring
 from actor_init.model_form import Layout
 from capture.file_format.micro_batch import MicroBatch, Origin
 from tests.helpers.families import VOCABULARY, tiny_model
@@ -50,11 +50,11 @@ class EachAlone:
     def off(self, kernel: str, layout: Layout, ring: dist.ProcessGroup | None = None) -> float:
         """Return how far the loss or a gradient is off under `layout`, relative to the whole gradient's norm."""
         model = tiny_model(self.config, kernel)
-        inputs = arrange(prepare_inputs(batch(), packing=layout.joins_rows), layout)
+        inputs = apply_layout(prepare_inputs(batch(), packing=layout.joins_rows), layout)
         slot_N = inputs.slot_N
         if ring is not None:
             assert inputs.cu_seq_lens is not None
-            inputs = cut_for_ring(
+            inputs = slice_for_ring(
                 inputs, compute_ring_indices(inputs.cu_seq_lens, ring, may_zigzag=may_zigzag(self.config))
             )
         loss, gradients = _loss_and_gradients(model, action_log_probs(model, inputs).flatten()[slot_N])

@@ -14,7 +14,7 @@ from torch.distributed.tensor.parallel import ParallelStyle, RowwiseParallel, Se
 from torch.func import functional_call
 
 from actor_init.attention.ring_split import RingSlice
-from actor_init.inputs.packing import ActorInputs, cut_for_ring, prepare_inputs
+from actor_init.inputs.packing import ActorInputs, prepare_inputs, slice_for_ring
 from actor_init.parallel.split_linear import SplitRows
 from actor_init.world import World
 
@@ -147,10 +147,10 @@ def positions_from_zero(world: World) -> Iterator[None]:
     """Each ring rank counts the positions of its slice from its own first token."""
 
     def sliced_wrongly(inputs: ActorInputs, ring: RingSlice) -> ActorInputs:
-        own = cut_for_ring(inputs, ring)
+        own = slice_for_ring(inputs, ring)
         return replace(own, position_ids=torch.arange(own.input_ids.shape[1]).unsqueeze(0))
 
-    with patch("replay.runner.run_pass.cut_for_ring", sliced_wrongly):
+    with patch("replay.runner.run_pass.slice_for_ring", sliced_wrongly):
         yield
 
 

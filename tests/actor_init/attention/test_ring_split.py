@@ -13,7 +13,7 @@ from transformers import AutoConfig
 from actor_init.attention import kernels
 from actor_init.attention.ring_attention import _compute_llama3_mask, _compute_zigzag_mask
 from actor_init.attention.ring_split import RingSlice, check_head_stride, compute_ring_indices, may_zigzag
-from actor_init.inputs.packing import cut_for_ring, pad_to, prepare_inputs
+from actor_init.inputs.packing import pad_to, prepare_inputs, slice_for_ring
 from actor_init.spec import ActorSpec, Attention, ParallelSpec, UsageError
 from capture.file_format.capture_file import read_micro_batch
 from capture.file_format.listing import capture_files
@@ -123,7 +123,7 @@ def test_the_ranks_log_probs_are_disjoint_and_whole(num_ranks: int, zigzag: bool
         inputs = prepare_inputs(read_micro_batch(path), packing=True)
         assert inputs.cu_seq_lens is not None
         parts = [
-            cut_for_ring(inputs, ring) for ring in slices_of(inputs.cu_seq_lens.tolist(), num_ranks, zigzag=zigzag)
+            slice_for_ring(inputs, ring) for ring in slices_of(inputs.cu_seq_lens.tolist(), num_ranks, zigzag=zigzag)
         ]
         token_of_slot = {}
         for part in parts:

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from actor_init.action_log_probs import action_log_probs
-from actor_init.inputs.packing import arrange, pad_to, prepare_inputs
+from actor_init.inputs.packing import apply_layout, pad_to, prepare_inputs
 from actor_init.model_form import DocumentBorders, Layout
 from capture.file_format.micro_batch import CaptureError, MicroBatch, Origin
 from tests.helpers.reference import Reference, reference_of_a_small_llama
@@ -62,7 +62,7 @@ LAYOUTS = {
 @torch.no_grad()
 def test_rows_have_the_log_probs_they_have_alone(name: str, layout: Layout, reference: Reference) -> None:
     batch = batch_of(ROWS[name])
-    inputs = arrange(prepare_inputs(batch, packing=layout.joins_rows), layout)
+    inputs = apply_layout(prepare_inputs(batch, packing=layout.joins_rows), layout)
     found_BA = action_log_probs(reference.model.set_attn_implementation("sdpa") or reference.model, inputs)
     expected_BA = reference.log_probs(batch)
     torch.testing.assert_close(found_BA, expected_BA, rtol=1e-5, atol=1e-5)  # fp32 sums in another order
@@ -81,7 +81,7 @@ def test_packed_rows_hold_the_real_tokens_alone() -> None:
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 def test_every_real_token_is_fed_once_and_says_where_it_was_captured(layout: Layout) -> None:
     batch = batch_of(ROWS["of many kinds"])
-    inputs = arrange(prepare_inputs(batch, packing=layout.joins_rows), layout)
+    inputs = apply_layout(prepare_inputs(batch, packing=layout.joins_rows), layout)
     for fed in (inputs, pad_to(inputs, inputs.input_ids.shape[1] + 3)):
         is_real = fed.captured_index >= 0
         assert fed.captured_index.shape == fed.input_ids.shape
