@@ -243,9 +243,9 @@ class Replayer:
         The capture is read (`captured_call`) and described in the record. What the verdict needs of it is taken from it
         (`recorded_pass`). Then the pass runs, and its results are added to the record.
 
-        Returns the pass, and the error with which it failed; None: it succeeded. The record of a failed
-        pass has the error, and describes the input if the capture could be read, but has no results. The error is not
-        raised, since the caller decides with the other ranks what it means for the run.
+        Returns what the verdict judges the pass by, and the error with which it failed; None: it succeeded. The record
+        of a failed pass has the error, and describes the input if the capture could be read, but has no results. The
+        error is not raised, since the caller decides with the other ranks what it means for the run.
 
         extra_observers  look at this pass, besides the observers that the run has for every pass
         """
@@ -266,11 +266,7 @@ class Replayer:
             record = replace(record, input=_describe_input(batch))
             weight_comparison = self.weight_checker.check(captured_call.weights)
             recorded_pass = read_recorded_pass(
-                captured_call,
-                batch,
-                self.spec.measure.loss,
-                weight_comparison,
-                self._special_tokens,
+                captured_call, batch, self.spec.measure.loss, weight_comparison, self._special_tokens
             )
             job_router_loss = self._routing.find_router_loss(captured_call)
             if job_router_loss is not None and job_router_loss.why_not_computable is not None:
@@ -285,11 +281,12 @@ class Replayer:
         except SystemExit as error:
             # A user's code may leave with sys.exit: that fails the pass, and must not end the run without a report.
             exit_error = RuntimeError(f"sys.exit({error.code!r}) was called").with_traceback(error.__traceback__)
-            failed = replace(record, error=str(exit_error), error_type="SystemExit")
-            return PassEvidence(self._count_failed_pass(failed), recorded_pass, ReplayedPass()), exit_error
+            failed_record = replace(record, error=str(exit_error), error_type="SystemExit")
+            return PassEvidence(self._count_failed_pass(failed_record), recorded_pass, ReplayedPass()), exit_error
         except Exception as error:
-            failed = replace(record, error=join_lines(format_error_with_flags(error)), error_type=type(error).__name__)
-            return PassEvidence(self._count_failed_pass(failed), recorded_pass, ReplayedPass()), error
+            message = join_lines(format_error_with_flags(error))
+            failed_record = replace(record, error=message, error_type=type(error).__name__)
+            return PassEvidence(self._count_failed_pass(failed_record), recorded_pass, ReplayedPass()), error
 
     def _count_failed_pass(self, record: PassRecord) -> PassRecord:
         """Count a pass that failed as one of its window: the window ends where it would have ended without the failure.
@@ -358,7 +355,7 @@ class Replayer:
             raise
         self.window.count_pass(runs_backward=inputs.runs_backward)
         self._is_pass_counted = True
-        # Steps that nobody asked for made optimizer state, which is no part of what the pass costs.
+        # Steps without --step make optimizer state, whose memory is no part of what the pass costs.
         cost = self.step_follower.subtract_optimizer_state_bytes(outcome.cost)
         self.step_follower.note_pass(inputs, self.reopenable_actor.backend)
 

@@ -63,8 +63,8 @@ class StepTiming(Enum):
     """Whether the optimizer steps at the end of a complete window, and whether the clock runs then.
 
     NONE        no step
-    MEASURED    a step was asked for: it is a measured part of the pass
-    UNMEASURED  nobody asked for a step: the optimizer steps as the job did, after the clock has stopped
+    MEASURED    --step was typed: the step is a measured part of the pass
+    UNMEASURED  --step was not typed: the optimizer steps because the job's did, after the clock has stopped
     """
 
     NONE = auto()
@@ -365,7 +365,7 @@ def run_pass(
 
             notifier.before_phase(RankPhase.WINDOW_END)
             # If the replay takes no step, its window's end (norm, clearing) has no counterpart in the job, so its time
-            # is not worth measuring. Neither is that of a step that nobody asked for.
+            # is not worth measuring. Neither is that of a step without --step.
             if inputs.window_end is WindowEnd.COMPLETE and inputs.step_timing is not StepTiming.MEASURED:
                 steps = inputs.step_timing is StepTiming.UNMEASURED
                 grad_norm = backend.end_window(step=steps, settings=inputs.step_settings)

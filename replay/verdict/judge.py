@@ -78,11 +78,11 @@ from replay.verdict.route_findings import compare_routes
 
 
 class PassEvidence(NamedTuple):
-    """What a verdict judges one pass on one rank by.
+    """What a verdict judges one pass on one rank by. `record` and `replayed` are the replay's, `recorded` is the job's.
 
-    record    what the replay's log holds of the pass
-    recorded  what the job recorded of it; None where the capture could not be read
-    replayed  what the replay computed of it that its log does not hold
+    record    the pass in the replay's log
+    recorded  what the job recorded of the pass; None where the capture could not be read
+    replayed  what the replay computed in the pass that its log does not hold
     """
 
     record: PassRecord
