@@ -270,13 +270,16 @@ def find_unstated_difference(evidence: CauseEvidence) -> Cause | None:
         )
     weights = (compared.weights.doubt for compared in evidence.passes if compared.record.index == first.index)
     doubt = next((doubt for doubt in weights if doubt is not None), None)
-    if evidence.is_forward_wrong and first.outcome is Outcome.UNSETTLED and doubt is not None:
+    # A gradient without a doubt of its own is left unsettled by the weights' alone.
+    is_left_open = first.outcome is Outcome.UNSETTLED and all(finding.doubt is None for finding in wrong)
+    if doubt is not None and (is_left_open or (evidence.is_forward_wrong and first.outcome is Outcome.UNSETTLED)):
         # The recording does say why: a replay on weights that are not known to be the job's proves nothing.
         what, _, advice = doubt.partition(". Try: ")
+        other = "the weights may be other ones" if evidence.is_forward_wrong else "the gradient may be of other weights"
         return Cause(
             name=CauseName.OTHER_WEIGHTS,
             sureness=Sureness.MAY_BE,
-            sentence=f"{what}, so the weights may be other ones, {name_time(first)}",
+            sentence=f"{what}, so {other}, {name_time(first)}",
             try_next=advice or "weights that the job had before this pass, and samples of all its parameters",
             explains=ALL_FINDINGS,
         )

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from actor_init.spec import ActorSpec
-from replay.tolerances.job_bounds import GRADIENT, LOG_PROBS, LOSS, TOKENS
+from replay.tolerances.job_bounds import GRAD_NORM, GRADIENT, LOG_PROBS, LOSS, TOKENS
 from replay.verdict.causes.cause import CauseName, Sureness
 from replay.verdict.causes.model_rules import (
     ALL_FINDINGS,
@@ -397,18 +397,22 @@ def test_what_is_left_where_nothing_is_stated() -> None:
 
 @pytest.mark.parametrize("outcome", [Outcome.UNSETTLED, Outcome.DIFFERS])
 @pytest.mark.parametrize("doubt", ["the adapter is not built. Try: --adapter FOLDER", "of one no sample", None])
-def test_weights_in_doubt_may_be_others_where_that_leaves_the_forward_unsettled(
-    doubt: str | None, outcome: Outcome
+@pytest.mark.parametrize("quantity", [LOSS, GRAD_NORM])
+def test_weights_in_doubt_may_be_others_where_that_leaves_a_number_unsettled(
+    quantity: str, doubt: str | None, outcome: Outcome
 ) -> None:
     gradients = draw_gradients()
     [compared] = make_window([gradients], gradients)
     compared = replace(compared, weights=replace(compared.weights, doubt=doubt))
     evidence = make_forward_evidence(LOSS)
+    if quantity == GRAD_NORM:
+        evidence = make_gradient_evidence([compared], names=(GRAD_NORM,))
     verdict = replace(evidence.verdicts[0], outcome=outcome)
     cause = find_unstated_difference(replace(evidence, passes=[compared], verdicts=[verdict]))
     assert cause is not None
     is_named = doubt is not None and outcome is Outcome.UNSETTLED
-    name = CauseName.OTHER_WEIGHTS if is_named else CauseName.MODEL_CODE
+    unstated = CauseName.MODEL_CODE if quantity == LOSS else CauseName.GRADIENTS_CHANGED
+    name = CauseName.OTHER_WEIGHTS if is_named else unstated
     assert (cause.name, cause.sureness) == (name, Sureness.MAY_BE)
     if is_named and doubt is not None:
         assert cause.sentence.startswith(doubt.partition(". Try: ")[0])
