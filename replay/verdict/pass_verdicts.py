@@ -95,7 +95,8 @@ def _decide_outcome(
         if recorded.claims:
             return Outcome.CANNOT_TELL, NOT_REPLAYED
         nothing_recorded = (
-            "nothing was recorded of what the job computed. Record with reproduce=True, or a flight recorder"
+            "nothing was recorded of the job's numbers, or they were redacted. Record with reproduce=True, or a "
+            "flight recorder"
         )
         # Where an incident ended the pass in the job before it computed a number, that is the reason.
         return Outcome.CANNOT_TELL, recorded.incident or nothing_recorded

@@ -236,10 +236,15 @@ def test_a_loss_that_is_not_the_jobs_differs(
     assert "verdict    DIFFERS: loss of pass 2, rank0 #1: " in capsys.readouterr().out
 
 
+NOTHING_RECORDED = (
+    "nothing was recorded of the job's numbers, or they were redacted. Record with reproduce=True, or a flight recorder"
+)
+
+
 @pytest.mark.parametrize(
     ("kept", "typed", "reason"),
     [
-        ({}, [], "nothing was recorded of what the job computed. Record with reproduce=True, or a flight recorder"),
+        ({}, [], NOTHING_RECORDED),
         ({"reproduce": True}, ["--loss", "stand-in"], None),  # no action mask: the same labels
     ],
 )
