@@ -51,7 +51,8 @@ WAIT_PHASE = "wait"
 class WindowEnd(Enum):
     """What ends with a pass: no accumulation window, a complete one, or one that lacks a pass.
 
-    The job never had the gradient of a window that lacks a pass, so it is cleared, with no norm and no step.
+    A window is the passes, of all data ranks, whose gradients are accumulated for one optimizer step. The job never had
+    the gradient of a window that lacks a pass, so it is cleared, with no norm and no step.
     """
 
     NONE = auto()
@@ -94,8 +95,8 @@ class PassInputs:
     has_reversed_rows    the rows are in the reverse of the capture's order
     routes               the experts that the routers of a mixture of experts have to choose, or are compared with;
                          None: the routers are left alone
-    router_loss_term     computes the routers' auxiliary (load-balancing) loss, a term of the pass's loss; None: it has
-                         none
+    router_loss_term     computes the routers' auxiliary (load-balancing) loss, a term of the pass's loss, from the
+                         logits that `routes` keep; None: the loss has no such term
     """
 
     actor_inputs: ActorInputs
