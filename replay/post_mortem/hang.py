@@ -51,7 +51,7 @@ class HangReport:
     @property
     def ranks(self) -> Sequence[int]:
         """The ranks that the others waited for, or that failed; empty where that cannot be told."""
-        if not is_of_several_ranks(self.sightings):
+        if not self.sightings:
             return ()
         return find_blocking_ranks(self.sightings, find_world_size(self.sightings)).ranks
 
@@ -62,8 +62,8 @@ class HangReport:
 
     @property
     def reason(self) -> str | None:
-        """Why it is these ranks, or why that cannot be told; None where nothing happened to several ranks."""
-        if not is_of_several_ranks(self.sightings):
+        """Why it is these ranks, or why that cannot be told; None where nothing happened."""
+        if not self.sightings:
             return None
         return find_blocking_ranks(self.sightings, find_world_size(self.sightings)).reason
 
@@ -71,7 +71,7 @@ class HangReport:
     def exit_code(self) -> int:
         """0: no hang was found, and all ranks did the same passes and steps."""
         has_differences = any(compared.differences for compared in self.schedules)
-        is_bad = is_of_several_ranks(self.sightings) or has_differences or self.damage or self.salvaged is not None
+        is_bad = self.sightings or has_differences or self.damage or self.salvaged is not None
         return 1 if is_bad else 0
 
     def to_dict(self) -> dict[str, Any]:

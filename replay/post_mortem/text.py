@@ -106,7 +106,9 @@ def print_report(report: HangReport) -> None:
     """Print what happened to the folder's last job, and whether its ranks' passes fit together."""
     pairs: Pairs = [("folder", str(report.folder))]
     pairs += [] if report.salvaged is None else [("incident", report.salvaged)]
-    pairs += describe_hang(report.sightings)
+    # Nobody waits for the only rank of a job, but where it stopped is what its reader asks.
+    alone = [(f"rank {sighting.rank}", describe_rank(sighting)) for sighting in report.sightings]
+    pairs += describe_hang(report.sightings) or alone
     for compared in report.schedules:
         pairs += describe_schedule(compared.schedule, compared.differences)
     pairs += [] if report.damage is None else [("not judged", f"the passes: {report.damage}")]

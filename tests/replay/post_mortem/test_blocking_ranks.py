@@ -31,7 +31,7 @@ from replay.post_mortem.blocking_ranks import (
     read_last_sightings,
 )
 from replay.post_mortem.hang import examine_hang
-from replay.post_mortem.text import describe_hang
+from replay.post_mortem.text import describe_hang, print_report
 from tests.helpers.hanging_jobs import FATAL_PASS, JOBS
 from tests.helpers.made_captures import damage, write_pass
 from tests.warm import warm_bin
@@ -336,6 +336,14 @@ def test_a_rank_that_left_nothing_is_not_named_but_said_to_be_missing(tmp_path: 
     assert text == (
         "which rank was behind cannot be told: rank 1 of the job's 2 left nothing here; copy what their hosts have"
     )
+
+
+def test_a_job_of_one_rank_is_told_where_it_stopped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(tmp_path, [replace(left("signal", 3, "in backward", IN_BACKWARD), world_size=1)])
+    report = examine_hang(tmp_path)
+    print_report(report)
+    assert (report.ranks, report.reason, report.exit_code) == ((0,), "it is the only rank", 1)
+    assert "rank 0     in the backward of pass 4, at " in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
