@@ -5,9 +5,9 @@
 * `did_any_move`: may the samples of several passes be merged, as they are of the same weights? One weight that moved
   forbids it. A weight has moved if it was the replay's in one pass and was not in another. So a difference that storing
   it in another dtype explains does not count (`is_equal_but_for_dtype`).
-* `did_most_move`, `are_same`: did training move the weights between two steps, and are they back? A few parameters may
-  be frozen, or have no gradient, so more than half have to have moved, and at least LEAST_SAMPLES have to be sampled at
-  both steps. A value that differs at all has moved: both are the job's, and of one dtype.
+* `did_most_move`, `are_same`, `did_come_back`: did training move the weights between two steps, and are they back? A
+  few parameters may be frozen, or have no gradient, so more than half have to have moved, and at least LEAST_SAMPLES
+  have to be sampled at both steps. A value that differs at all has moved: both are the job's, and of one dtype.
 * `find_moved_parameters`: which parameters moved behind some step? Each tells for itself, so one pair is enough.
 """
 
@@ -56,6 +56,17 @@ def are_same(earlier: Samples, later: Samples) -> bool:
     """Tell whether all weights that were sampled at two steps of one rank are the same."""
     num_moved, num_pairs = _count_moved(earlier, later)
     return not num_moved and num_pairs >= LEAST_SAMPLES
+
+
+def did_come_back(earlier: Samples, later: Samples, between: Iterable[Samples]) -> bool:
+    """Tell whether most of the weights that are again those of an earlier step were other ones at a step in between.
+
+    Weights that never moved are no sign of it, whatever others did: some may be frozen for a time.
+    """
+    return are_same(earlier, later) and any(
+        did_most_move(earlier, {weight: values for weight, values in samples.items() if weight in later})
+        for samples in between
+    )
 
 
 def _count_moved(earlier: Samples, later: Samples) -> tuple[int, int]:

@@ -17,7 +17,7 @@ from replay.verdict.outcomes import OTHER_WEIGHTS, Outcome, PassVerdict
 from replay.verdict.pass_windows import sum_loss_weights
 from replay.verdict.recorded_pass import SteppedSample
 from replay.verdict.stepped_weights import measure_drift
-from replay.verdict.weight_movement import Samples, are_same, did_most_move
+from replay.verdict.weight_movement import Samples, did_come_back
 
 # Half of the parameters off by so many times what a step moved them.
 OTHER_MASTERS = 4.0
@@ -72,9 +72,17 @@ def find_weights_of_earlier_step(evidence: CauseEvidence) -> Cause | None:
     for by_step in _collect_samples(evidence).values():
         steps = sorted(by_step)
         for place, step in enumerate(steps[2:], start=2):
-            earlier = next((old for old in steps[: place - 1] if are_same(by_step[old], by_step[step])), None)
-            # Weights that never moved are no sign of it.
-            if earlier is not None and did_most_move(by_step[earlier], by_step[steps[place - 1]]):
+            earlier = next(
+                (
+                    old
+                    for number, old in enumerate(steps[: place - 1])
+                    if did_come_back(
+                        by_step[old], by_step[step], [by_step[between] for between in steps[number + 1 : place]]
+                    )
+                ),
+                None,
+            )
+            if earlier is not None:
                 return Cause(
                     name=CauseName.WEIGHTS_CHANGED,
                     sureness=Sureness.IS,
@@ -105,9 +113,9 @@ def find_other_update(evidence: CauseEvidence) -> Cause | None:
         return None
     verdict, finding = wrong
     samples = _list_stepped(evidence, verdict)
-    still = {sample.name for sample in samples if _stays_still(sample)}
-    if still and len(still) < len({sample.name for sample in samples}):
-        patterns = format_patterns(sorted(still), [sample.name for sample in samples])
+    still, names = _split_still(evidence, verdict)
+    if still and len(still) < len(names):
+        patterns = format_patterns(sorted(still), sorted(names))
         # Gradients are recorded when they are clipped, if they are. The loop may drop some between that and the step.
         window = evidence.find_window(verdict) or ()
         is_clipped = any(step.max_norm is not None for step in list_steps(window))
@@ -265,10 +273,26 @@ def _list_stepped(evidence: CauseEvidence, verdict: PassVerdict) -> list[Stepped
     ]
 
 
-def _stays_still(sample: SteppedSample) -> bool:
-    """Tell whether the job's step left weights of fp32 as they were that the replay's moved, each of them."""
-    triples = zip(sample.job_values, sample.replay_values, sample.initial_values, strict=True)
-    return sample.dtype == "float32" and all(job == initial != replay for job, replay, initial in triples)
+def _split_still(evidence: CauseEvidence, verdict: PassVerdict) -> tuple[set[str], set[str]]:
+    """Name the parameters of fp32 that no step of the job moves and this one of the replay does, and all sampled ones.
+
+    A parameter may be sampled behind other steps only: those that the step moves are seen behind later ones, too.
+    """
+    window = evidence.find_window(verdict)
+    if window is None:
+        return set(), set()
+    moved, still, names = set[str](), set[str](), set[str]()
+    for compared in evidence.passes:
+        is_behind = compared.record.result.num_steps > window[0].record.result.num_steps
+        for sample in compared.replayed.weights_before_pass:
+            triples = list(zip(sample.job_values, sample.replay_values, sample.initial_values, strict=True))
+            if sample.dtype != "float32" or any(job != initial for job, _, initial in triples):
+                moved.add(sample.name)
+            elif is_behind and all(replay != initial for _, replay, initial in triples):
+                still.add(sample.name)
+            if is_behind:
+                names.add(sample.name)
+    return still - moved, names
 
 
 RULES = (

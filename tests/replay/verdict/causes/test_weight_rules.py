@@ -49,6 +49,20 @@ def test_weights_that_move_on_or_never_move_are_no_sign(versions: Sequence[int])
     assert find_cause(versions) is None
 
 
+def test_weights_that_stayed_while_others_moved_did_not_come_back() -> None:
+    """Frozen layers are sampled before and behind two steps of the others, as where they are unfrozen in between."""
+    gradients = draw_gradients()
+    passes = []
+    for index, names in enumerate(("abcdefgh", "abcd", "efgh")):
+        [compared] = make_window([gradients], gradients, index=index)
+        samples = [
+            Sample(name=name, dtype="float32", shape=(1,), start=0, values=(float(index) if name in "abcd" else 0.5,))
+            for name in names
+        ]
+        passes.append(replace(compared, recorded=replace(compared.recorded, samples=samples)))
+    assert find_weights_of_earlier_step(replace(make_forward_evidence(LOSS), passes=passes)) is None
+
+
 @pytest.mark.parametrize(
     ("settings", "random", "try_next"),
     [
@@ -122,6 +136,41 @@ def test_parameters_that_no_step_moves_are_in_no_optimizer() -> None:
     # The gradients of a job that clips were recorded before its step.
     clipped = judge_update([1.0] * 6 + [0.0] * 2, max_norm=1.0)
     assert clipped.sentence.endswith("or had lost the gradient since the clipping")
+
+
+def judge_third_step(earlier_move: float) -> Cause:
+    """The first cause where four frozen parameters are trained from the third step on, and that step leaves them.
+
+    earlier_move  how far one of them was from its first value behind the second step
+    """
+    gradients = draw_gradients()
+    passes = []
+    for index, moves in enumerate(([], [1.0] * 4, [2.0] * 4, [3.0] * 4)):
+        stepped = [
+            SteppedSample(
+                name=f"model.layers.{number}.weight",
+                dtype="float32",
+                start=0,
+                job_values=(1.0 + 0.01 * moved,),
+                replay_values=(1.0 + 0.01 * moved if number < 4 else 1.0 + 0.01 * (index == 3),),
+                initial_values=(1.0,),
+            )
+            for number, moved in enumerate([*moves, *([0.0, 0.0, 0.0, earlier_move * (index == 2)] if moves else [])])
+        ]
+        [compared] = make_window([gradients], gradients, index=index)
+        result = replace(compared.record.result, num_steps=index)
+        replayed = replace(compared.replayed, weights_before_pass=stepped)
+        passes.append(replace(compared, record=replace(compared.record, result=result), replayed=replayed))
+    evidence = make_gradient_evidence(*[[compared] for compared in passes[:3]], names=(STEPPED,))
+    return find_causes(replace(evidence, passes=passes))[0]
+
+
+def test_parameters_that_no_later_step_moves_are_in_no_optimizer() -> None:
+    cause = judge_third_step(0.0)
+    assert (cause.name, cause.sureness) == (CauseName.OPTIMIZER, Sureness.PROBABLY)
+    assert cause.sentence.startswith("no step of the job moves model.layers.[4-7].weight, since the job's step 3")
+    # One that a step before has moved is in the optimizer.
+    assert "no step of the job moves model.layers.[4-6].weight," in judge_third_step(1.0).sentence
 
 
 def test_weights_farther_off_than_a_step_moves_them_are_not_those_of_the_pass() -> None:
