@@ -5,7 +5,7 @@ from contextlib import ExitStack
 from replay.api.run import ReplayedRun
 from replay.options.spec import ReplaySpec
 from replay.output.printing import open_silence, print_json
-from replay.processes.exit_code import read_own_rank
+from replay.processes.error_reports import read_own_rank
 from replay.runner.run import run
 
 

@@ -23,7 +23,7 @@ from replay.options.option_parsing import CommandAction, check_options, list_opt
 from replay.options.path_checks import check_paths
 from replay.options.spec import ReplaySpec, check_result_folder
 from replay.options.value_checks import check_value
-from replay.processes.exit_code import read_own_rank
+from replay.processes.error_reports import read_own_rank
 from replay.processes.launch import refuse_launcher, refuse_process_group
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from actor_init.spec import UsageError
 from actor_init.world import World
 from replay.on_ray.node_actors import NodeAgent, redirect_output, work_in
 from replay.processes.child_job import ChildJob
-from replay.processes.exit_code import run_to_exit_code
+from replay.processes.error_reports import run_to_exit_code
 from replay.runner.state_store import name_state_folder
 
 

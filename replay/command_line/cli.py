@@ -32,7 +32,7 @@ from replay.options.option_parsing import (
 from replay.options.ray_options import RayOptions, with_ray_options
 from replay.output.text import join_lines
 from replay.processes.child_job import ChildJob, leave_refusal
-from replay.processes.exit_code import read_own_rank, run_to_exit_code, say
+from replay.processes.error_reports import read_own_rank, run_to_exit_code, say
 from replay.processes.launch import start_missing
 
 # Of an unknown option and the one that is meant, as difflib measures it. Its own 0.6 finds --ring for --version.

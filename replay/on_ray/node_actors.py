@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from capture.on_ray.node_files import NodeFiles
 from replay.processes.child_job import ChildJob
-from replay.processes.exit_code import run_to_exit_code
+from replay.processes.error_reports import run_to_exit_code
 from replay.processes.launch import without_launcher
 from replay.processes.supervisor import ChildGroup, start_process
 from replay.runlog.writer import list_versions

@@ -27,7 +27,7 @@ from replay.options.option_parsing import (
     spec_from_dict,
 )
 from replay.options.spec import ReplaySpec, find_sample_folder
-from replay.processes.exit_code import read_own_rank
+from replay.processes.error_reports import read_own_rank
 
 FORMAT = 1
 FILE = "job.json"

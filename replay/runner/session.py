@@ -15,15 +15,15 @@ from actor_init.world import World
 from capture.file_format.capture_file import CapturedCall
 from replay.objective.objective import Objective
 from replay.options.resolved import ResolvedReplay
-from replay.options.spec import VerdictRule
 from replay.output.text import Pairs, describe_unrecorded, pluralise
-from replay.processes.exit_code import repeat_for_torchrun
+from replay.processes.error_reports import repeat_for_torchrun
 from replay.resolution.selection import Selection
 from replay.runlog.records import PassRecord
 from replay.runlog.run_file import RunEnd, RunWork
 from replay.runlog.summary import summarize
-from replay.runlog.writer import INTERRUPTED, Logbook
+from replay.runlog.writer import Logbook
 from replay.runner.checkpoint import Saver, SavingError, describe_unsaved, digest_weights
+from replay.runner.exit_code import choose_exit_code
 from replay.runner.header import Header, format_config_differences
 from replay.runner.meter import Meter
 from replay.runner.non_finite import find_first_non_finite
@@ -283,11 +283,11 @@ class Session:
     def report(self, replayed: ReplayedInputs, conclusion: Conclusion) -> Run:
         """Return the run; on rank 0 finish run.json and print the summary."""
         is_not_reproduced = conclusion.verdict.outcome in (Outcome.DIFFERS, Outcome.UNSETTLED)
-        is_strict = self.spec.measure.verdict is VerdictRule.STRICT
-        has_failed = replayed.end_reason or self.selection.damaged or any(record.error for record in replayed.records)
-        exit_code = 1 if has_failed or (is_not_reproduced and is_strict) else 0
-        if isinstance(replayed.end_reason, KeyboardInterrupt):
-            exit_code = INTERRUPTED
+        has_failed = (
+            replayed.end_reason is not None
+            or len(self.selection.damaged) > 0
+            or any(record.error for record in replayed.records)
+        )
         if has_failed:
             num_damaged, failed = len(self.selection.damaged), [record for record in replayed.records if record.error]
             repeat_for_torchrun(
@@ -302,6 +302,12 @@ class Session:
             out_of_memory=to_json(replayed.reruns.out_of_memory),
             first_non_finite=find_first_non_finite(replayed.records),
             remarks=conclusion.recording_remarks,
+        )
+        exit_code = choose_exit_code(
+            conclusion.verdict.outcome,
+            self.spec.measure.verdict,
+            has_failed=has_failed,
+            end_reason=replayed.end_reason,
         )
         file = self.logbook.finish(end, exit_code=exit_code)
         run = Run(folder=self.folder, file=file, records=replayed.records)

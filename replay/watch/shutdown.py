@@ -14,7 +14,7 @@ from typing import NoReturn
 
 from actor_init.as_json import to_json
 from actor_init.world import World
-from replay.processes.exit_code import repeat_for_torchrun
+from replay.processes.error_reports import repeat_for_torchrun
 from replay.runlog.run_file import RUN_FILE, RunFailure, RunFile
 from replay.runlog.writer import INTERRUPTED
 from replay.watch.blame import RankFailure

@@ -201,7 +201,7 @@ def test_a_rank_that_alone_is_refused_says_so_in_the_end(
         raise UsageError("more processes than GPUs")
 
     session(run)
-    monkeypatch.setattr("replay.processes.exit_code.HEAD_START_SECONDS", 0.0)
+    monkeypatch.setattr("replay.processes.error_reports.HEAD_START_SECONDS", 0.0)
     monkeypatch.setenv("RANK", "1")
     assert main([]) == 2
     assert capsys.readouterr().err == "replay: rank 1: more processes than GPUs\n"

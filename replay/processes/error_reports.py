@@ -1,7 +1,6 @@
-"""Turn what an action of the command line returns or raises into an exit code, and say an error in one line.
+"""Say an error of the command line in one line, on the screen and to torchrun, and end with its exit code.
 
-Which exit code a replay's failed passes and verdict give is not decided here: `report` of `replay/runner/session.py`
-does that.
+The exit code of a replay that ran, by its failed passes and its verdict, comes from `replay/runner/exit_code.py`.
 """
 
 import json
