@@ -17,15 +17,15 @@ from actor_init.attention.kernels import register
 from actor_init.attention.ring_split import has_sliding_window
 from actor_init.custom.config import CustomConfig
 from actor_init.declarations.attention import find_kernel
-from actor_init.declarations.attention.auto import (
-    FASTEST_FIRST,
+from actor_init.declarations.attention.cudnn import CUDNN
+from actor_init.declarations.attention.declaration import AttentionKernel, KernelLimits, KernelObstacle
+from actor_init.declarations.attention.kernel_order import (
+    KERNELS_FASTEST_FIRST,
     PLAIN,
-    RING_FASTEST_FIRST,
+    RING_KERNELS_FASTEST_FIRST,
     RING_WITH_CUDNN,
     WITH_CUDNN,
 )
-from actor_init.declarations.attention.cudnn import CUDNN
-from actor_init.declarations.attention.declaration import AttentionKernel, KernelLimits, KernelObstacle
 from actor_init.declarations.attention.plain import OWN, SDPA
 from actor_init.spec import ActorSpec, Attention, Dtype, UsageError
 from actor_init.world import World, try_on_all_ranks
@@ -220,7 +220,7 @@ def _choose_ring_kernel(spec: ActorSpec, where: device, config: PretrainedConfig
     is_chosen = spec.attention == Attention.AUTO
     may_choose = is_chosen and _choose_plain(config) is SDPA
     # The last kernel of the list is the one that also computes softcap and sinks.
-    fastest_first = RING_FASTEST_FIRST if may_choose else RING_FASTEST_FIRST[-1:]
+    fastest_first = RING_KERNELS_FASTEST_FIRST if may_choose else RING_KERNELS_FASTEST_FIRST[-1:]
     lack = None
     for kernel in fastest_first if is_chosen else (find_kernel(spec.attention),):
         form = kernel.slices
@@ -235,12 +235,12 @@ def _choose_ring_kernel(spec: ActorSpec, where: device, config: PretrainedConfig
 
 
 def _choose_fastest(spec: ActorSpec, where: device, config: PretrainedConfig | None) -> AttentionKernel:
-    """Choose the first kernel of FASTEST_FIRST that can run there, knows all that the model needs, and is right."""
+    """Choose the first of KERNELS_FASTEST_FIRST that can run there, knows all that the model needs, and is right."""
     plain = _choose_plain(config)
     # A model that has no sdpa has softcapped scores, sinks, or its own attention, which no other kernel can replace.
     if plain is not SDPA:
         return plain
-    return next((kernel for kernel in FASTEST_FIRST if _is_usable(kernel, spec, where, config)), plain)
+    return next((kernel for kernel in KERNELS_FASTEST_FIRST if _is_usable(kernel, spec, where, config)), plain)
 
 
 def _is_usable(kernel: AttentionKernel, spec: ActorSpec, where: device, config: PretrainedConfig | None) -> bool:

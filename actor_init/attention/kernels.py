@@ -24,9 +24,9 @@ from actor_init.attention.signature import (
     kernel_for_packed_rows,
 )
 from actor_init.declarations.attention import KERNELS
-from actor_init.declarations.attention.auto import LONG, RING_LONG, RING_WITH_CUDNN, WITH_CUDNN
 from actor_init.declarations.attention.cudnn import MAX_HEAD_DIM
 from actor_init.declarations.attention.flash import FLASH_ATTN
+from actor_init.declarations.attention.kernel_order import LONG, RING_LONG, RING_WITH_CUDNN, WITH_CUDNN
 from actor_init.declarations.attention.varlen import LIMITS
 
 

@@ -5,8 +5,8 @@ from collections.abc import Collection, Iterator
 from typing import Any
 
 from actor_init.declarations.attention import cudnn, flash, flex, plain, varlen
-from actor_init.declarations.attention.auto import RING_WITH_CUDNN, WITH_CUDNN
 from actor_init.declarations.attention.declaration import AttentionForm, AttentionKernel
+from actor_init.declarations.attention.kernel_order import RING_WITH_CUDNN, WITH_CUDNN
 from actor_init.option_values import Attention, UsageError
 
 KERNELS: dict[str, AttentionKernel] = {

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from actor_init.declarations.attention import find_attention_form
-from actor_init.declarations.attention.auto import LONG
+from actor_init.declarations.attention.kernel_order import LONG
 from capture.file_format.actor_config import write_actor_config
 from replay.command_line.cli import main
 from replay.objective.objective import compute_negated_mean

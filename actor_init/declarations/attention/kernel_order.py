@@ -11,8 +11,8 @@ from actor_init.declarations.attention.varlen import VARLEN
 
 # The order holds for forward and backward of a row of several documents on an H200 (benchmarks/RESULTS.md). cuDNN needs
 # a call for each document, which is faster for long ones alone.
-FASTEST_FIRST = (FLASH, VARLEN, CUDNN)
-RING_FASTEST_FIRST = (FLASH, SDPA)
+KERNELS_FASTEST_FIRST = (FLASH, VARLEN, CUDNN)
+RING_KERNELS_FASTEST_FIRST = (FLASH, SDPA)
 # Every device has these; the first that goes with the model is taken.
 PLAIN = (SDPA, EAGER)
 # Below this, planning a call for each new length is not worth what cuDNN saves: for 8,192 tokens 2.8 of 6.7 ms a layer
@@ -40,11 +40,11 @@ def pair_with_cudnn(form: AttentionForm, cudnn: AttentionForm, long: int, unit: 
 # Pairs of a kernel for documents, or for slices, and cuDNN for a row of one long document; by the former's name.
 WITH_CUDNN = {
     kernel.packed.name: pair_with_cudnn(kernel.packed, CUDNN.packed, LONG, "tokens")
-    for kernel in FASTEST_FIRST
+    for kernel in KERNELS_FASTEST_FIRST
     if kernel is not CUDNN
 }
 RING_WITH_CUDNN = {
     kernel.slices.name: pair_with_cudnn(kernel.slices, RING_CUDNN, RING_LONG, "tokens a rank")
-    for kernel in RING_FASTEST_FIRST
+    for kernel in RING_KERNELS_FASTEST_FIRST
     if kernel.slices is not None
 }
