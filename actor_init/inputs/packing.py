@@ -125,7 +125,7 @@ def prepare_inputs(batch: MicroBatch, *, packing: bool) -> ActorInputs:
         position_ids=documents.compute_packed_positions(real_BS, batch.origin.source).unsqueeze(0),
         attention_mask_BS=None,
         cu_seq_lens=F.pad(lengths.cumsum(dim=0), (1, 0)).int(),
-        max_length=_round_up_length(int(lengths.max())),
+        max_length=_round_up_max_length(int(lengths.max())),
         predictor_N=predictor_N,
         captured_index=flat_T.unsqueeze(0),
         borders=DocumentBorders.MASK if documents.has_continuing_positions(real_BS) else DocumentBorders.OWN,
@@ -291,7 +291,7 @@ def pad_to(inputs: ActorInputs, num_tokens: int) -> ActorInputs:
         assert inputs.attention_mask_BS is not None
         return replace(padded, attention_mask_BS=F.pad(inputs.attention_mask_BS, (0, num_added)), max_length=num_tokens)
     borders = torch.cat([inputs.cu_seq_lens, torch.tensor([num_tokens], dtype=torch.int32)])
-    return replace(padded, cu_seq_lens=borders, max_length=max(inputs.max_length, _round_up_length(num_added)))
+    return replace(padded, cu_seq_lens=borders, max_length=max(inputs.max_length, _round_up_max_length(num_added)))
 
 
 def slice_for_ring(inputs: ActorInputs, ring: RingSlice) -> ActorInputs:
@@ -317,8 +317,10 @@ def slice_for_ring(inputs: ActorInputs, ring: RingSlice) -> ActorInputs:
     )
 
 
-def _round_up_length(length: int) -> int:
-    """Round up to a power of two, at least 256: kernels take it as a Python int, and each new value recompiles a
-    graph.
+def _round_up_max_length(length: int) -> int:
+    """Round up the length of the longest document, which kernels take as a bound, to a power of two, at least 256.
+
+    Kernels take it as a Python int, and each new value recompiles a graph. How far rows are padded is not decided here:
+    `ActorSpec.find_padded_length` does that.
     """
     return max(256, 1 << (length - 1).bit_length())

@@ -45,8 +45,8 @@ READ_ELSEWHERE = ("dt_proj", "correction_coefs", "prediction_coefs")
 # The head's logits stay sharded in this actor, also where the plan gathers them.
 HEAD_STYLES = ("colwise", "colwise_gather_output")
 FAMILIES = ("llama", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text")
-# By the names of modules below a transformer layer.
-BUILTIN = {
+# The plan of --tp-plan builtin, for models built like Llama: by the names of modules below a transformer layer.
+BUILTIN_SPLITS = {
     **{f"self_attn.{name}_proj": Split.COLUMNS for name in "qkv"},
     "self_attn.o_proj": Split.ROWS,
     "self_attn.q_norm": Split.PER_HEAD,
@@ -78,14 +78,14 @@ def find_plan(model: PreTrainedModel, choice: TpPlan, tp: int = 1) -> SplitPlan:
 
     A plan is complete if it splits every module with parameters in the transformer layers, except norms of hidden
     size, which all ranks hold whole, and if the model has a Linear head, which the model's own plan has to name.
-    Where neither plan is complete, auto mixes them: see `_mix_plans`. Raises UsageError for a plan that was typed
-    and is not complete, and for a model without an Embedding and a Linear head.
+    Where neither plan is complete, auto mixes them: see `_mix_model_and_builtin_plans`. Raises UsageError for a plan
+    that was typed and is not complete, and for a model without an Embedding and a Linear head.
     """
     name = type(model).__name__
     model_type = model.config.get_text_config().model_type
     model_splits = _read_model_splits(model)
     model_gap = _describe_head_gap(model, named=True) or _describe_gap(model, model_splits)
-    builtin_splits = _read_builtin_splits(model)
+    builtin_splits = _list_builtin_splits(model)
     builtin_gap = _describe_head_gap(model, named=False) or _describe_gap(model, builtin_splits)
     if choice is TpPlan.MODEL and model_gap:
         typed = Setting("tp_plan", TpPlan.MODEL)
@@ -104,10 +104,10 @@ def find_plan(model: PreTrainedModel, choice: TpPlan, tp: int = 1) -> SplitPlan:
         why = f"fits {name}: the Llama-style one {builtin_gap}"
         advice = f"Try: {Setting('tp', 1) if head_gap else Setting('tp_plan', TpPlan.AUTO)}"
         raise UsageError("no tensor parallel plan", why, advice)
-    return _mix_plans(model, model_splits, builtin_splits, tp)
+    return _mix_model_and_builtin_plans(model, model_splits, builtin_splits, tp)
 
 
-def _mix_plans(
+def _mix_model_and_builtin_plans(
     model: PreTrainedModel, model_splits: Mapping[str, str], builtin_splits: Mapping[str, str], tp: int
 ) -> SplitPlan:
     """Mix the plans: a part is split by the first plan that splits all of it, and every other Linear is gathered.
@@ -125,7 +125,7 @@ def _mix_plans(
                 splits.update({name: Split(style) for name, style in below.items()})
                 return
         gathered.append(prefix)
-        if prefix.rpartition(".")[2] not in READ_ELSEWHERE and (split := _choose_split(module)) is not None:
+        if prefix.rpartition(".")[2] not in READ_ELSEWHERE and (split := _choose_fallback_split(module)) is not None:
             splits[prefix] = split
         for name, child in module.named_children():
             visit(f"{prefix}.{name}", child)
@@ -147,8 +147,11 @@ def _mix_plans(
     )
 
 
-def _choose_split(module: nn.Module) -> Split | None:
-    """Choose how `module` itself is split, in whatever layer it is; None: its own parameters stay whole."""
+def _choose_fallback_split(module: nn.Module) -> Split | None:
+    """Choose how `module` itself is split where neither plan splits the part that it is in.
+
+    Returns None where its own parameters stay whole.
+    """
     if type(module).forward in (nn.Linear.forward, Conv1D.forward) or type(module).__name__ == "FalconLinear":
         return Split.GATHERED
     parameters = list(module.parameters(recurse=False))
@@ -192,12 +195,12 @@ def _read_model_splits(model: PreTrainedModel) -> dict[str, str]:
     return {name: style for name, style in planned.items() if style is not None}
 
 
-def _read_builtin_splits(model: PreTrainedModel) -> dict[str, str]:
+def _list_builtin_splits(model: PreTrainedModel) -> dict[str, str]:
     return {
         f"{prefix}.{name}": split.value
         for prefix, block in find_blocks(model)
         for name, _ in block.named_modules()
-        if (split := BUILTIN.get(name))
+        if (split := BUILTIN_SPLITS.get(name))
     }
 
 

@@ -8,7 +8,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from actor_init.parallel.tensor_parallel import check_divisible, check_sequence
-from actor_init.parallel.tp_plan import BUILTIN, Split, find_plan
+from actor_init.parallel.tp_plan import BUILTIN_SPLITS, Split, find_plan
 from actor_init.spec import TpPlan, UsageError
 from tests.helpers.sharded import SIZES
 
@@ -52,7 +52,7 @@ def test_a_model_built_like_llama_gets_the_fallback_which_says_so(wanted: TpPlan
     plan = find_plan(model_of("stablelm"), wanted)
     assert plan.origin == "Llama-style fallback, not made for stablelm"
     assert {name.split(".", 3)[3]: split for name, split in plan.splits.items()} == {
-        name: split for name, split in BUILTIN.items() if split is not Split.PER_HEAD
+        name: split for name, split in BUILTIN_SPLITS.items() if split is not Split.PER_HEAD
     }
 
 
