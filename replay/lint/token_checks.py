@@ -113,7 +113,16 @@ def _check_targets(traits: Sequence[TokenTraits]) -> Iterator[LintRemark]:
             topic="labels",
             text=f"{on_padding} of {pluralise(total, 'label')} are of padding, outside the attention mask{how}",
             weight=Weight.WRONG_TARGETS,
-            cause=CauseName.OTHER_TOKENS,
+        )
+    if not found and (of_others := sum(tokens.num_of_others for tokens in traits)):
+        total = sum(tokens.num_labels for tokens in traits)
+        num_rows = sum(tokens.num_rows_of_others for tokens in traits)
+        whose = f", and those of {pluralise(num_rows, 'row')} are the tokens of another row" if num_rows else ""
+        yield LintRemark(
+            topic="labels",
+            text=f"{of_others} of {pluralise(total, 'label')} are not the token at their place{whose}: are they labels "
+            "of other rows?",
+            weight=Weight.WRONG_TARGETS,
         )
 
 

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from actor_init.inputs.documents import find_documents
 from capture.file_format.micro_batch import IGNORED_LABEL, MicroBatch, move_to_tokens
 from replay.output.text import pluralise
 from replay.verdict.causes.cause import CauseName
@@ -22,23 +23,26 @@ class TargetRows:
     target_BS    the label of each place where there is one, else the token itself
     is_label_BS  the place has a label; not shifted
     real_BS      False for padding
+    has_shared_rows  a row holds several documents
     """
 
     target_BS: Tensor
     is_label_BS: Tensor
     real_BS: Tensor
+    has_shared_rows: bool = False
 
     @classmethod
     def from_batch(cls, batch: MicroBatch) -> "TargetRows":
         ids_BS, labels_BS = batch.sequences_BS, batch.labels_BS
+        real_BS = batch.attention_mask_BS
+        has_shared_rows = find_documents(batch).has_shared_rows
         if batch.shift_labels is not None:
             labels_BS = move_to_tokens(batch.shift_labels)
         if labels_BS is None:
-            is_label_BS = batch.attention_mask_BS
-            return cls(target_BS=ids_BS, is_label_BS=is_label_BS, real_BS=batch.attention_mask_BS)
+            return cls(target_BS=ids_BS, is_label_BS=real_BS, real_BS=real_BS, has_shared_rows=has_shared_rows)
         is_label_BS = labels_BS != IGNORED_LABEL
         target_BS = torch.where(is_label_BS, labels_BS, ids_BS)
-        return cls(target_BS=target_BS, is_label_BS=is_label_BS, real_BS=batch.attention_mask_BS)
+        return cls(target_BS=target_BS, is_label_BS=is_label_BS, real_BS=real_BS, has_shared_rows=has_shared_rows)
 
     def list_targets(self) -> tuple[Tensor, Tensor]:
         """List predictors and targets of three tables of log-probs: each token predicts itself, the next, the second.
@@ -119,9 +123,8 @@ def _list_other_tokens(tables: LossTables) -> Iterator[LossTrial]:
     begins_BS = is_label_BS & ~F.pad(is_label_BS[:, :-1], (1, 0))
     before_BS = F.pad(begins_BS[:, 1:], (0, 1)) & real_BS
     ends_BS = is_label_BS & ~F.pad(is_label_BS[:, 1:], (0, 1))
-    borders = "counts the first token of each packed document, which the document before predicts: {tokens}"
     variants = (
-        ("labels over borders", 1, is_label_BS, borders),
+        ("all labels", 1, is_label_BS, f"counts {_describe_further_labels(tables)}: {{tokens}}"),
         ("all real tokens", 1, real_BS, "counts prompts too: it is over all {tokens} of the rows"),
         ("padding too", 1, everything_BS, "counts padding and prompts too: it is over all {tokens}"),
         ("shifted twice", 2, is_label_BS, "has labels that are shifted twice: {tokens}, each predicted two places on"),
@@ -150,6 +153,21 @@ def _list_other_tokens(tables: LossTables) -> Iterator[LossTrial]:
             says=says.format(tokens=pluralise(count, "token")),
             try_next=MEND_LABELS,
         )
+
+
+def _describe_further_labels(tables: LossTables) -> str:
+    """Describe the labels that a model which only shifts them counts, and the replay's loss does not."""
+    rows = tables.rows
+    is_label_BS, real_BS = rows.is_label_BS[:, 1:], rows.real_BS[:, 1:]
+    num_of_padding = int((is_label_BS & ~real_BS).sum())
+    num_after_padding = int((is_label_BS & real_BS & ~rows.real_BS[:, :-1]).sum())
+    num_further = int(is_label_BS.sum()) - tables.num_tokens
+    kinds = [f"{pluralise(num_of_padding, 'label')} of padding"] if num_of_padding else []
+    if rows.has_shared_rows and num_further > num_of_padding:
+        kinds.append("the first token of each packed document, which the document before predicts")
+    elif num_after_padding:
+        kinds.append(f"{pluralise(num_after_padding, 'label')} that padding predicts")
+    return " and ".join(kinds) or f"all {pluralise(num_further + tables.num_tokens, 'label')}"
 
 
 def _list_unshifted(tables: LossTables) -> Iterator[LossTrial]:

@@ -70,6 +70,8 @@ class TokenTraits:
     label_range        the least and the largest of these
     num_on_padding     labels that are of padding
     num_past_end       those of them that stand beside the real token that predicts them
+    num_of_others      labels that the job gave to real tokens, and that are other tokens
+    num_rows_of_others rows with such labels, whose labels are the tokens of another row of the pass
     num_last_labels    rows whose last token has a shifted label
     num_wrapped        those of them in which that is the row's first token
     label_offset       the labels are the tokens so many places later, all of them; None: that cannot be told
@@ -99,6 +101,8 @@ class TokenTraits:
     label_range: tuple[int, int] | None = None
     num_on_padding: int = 0
     num_past_end: int = 0
+    num_of_others: int = 0
+    num_rows_of_others: int = 0
     num_last_labels: int = 0
     num_wrapped: int = 0
     label_offset: int | None = None
@@ -133,6 +137,10 @@ def read_token_traits(call: CapturedCall, batch: MicroBatch, special_tokens: Spe
     is_not_finite_BS = _find_not_finite(call, real_BS)
     not_finite_places = [(row, column) for row, column in is_not_finite_BS.nonzero().tolist()]
     num_with_gradient, num_outside_mask = _count_outside_mask(call, batch)
+    num_of_others = num_rows_of_others = 0
+    # Which tokens a loss is of is taken from its gradient where the job gave no labels.
+    if token_labels_BS is not None and labels_BS is not batch.loss_targets_BS:
+        num_of_others, num_rows_of_others = _count_labels_of_others(token_labels_BS, ids_BS, real_BS)
     return TokenTraits(
         rows=rows,
         has_mask="attention_mask" in call.tensors,
@@ -141,6 +149,8 @@ def read_token_traits(call: CapturedCall, batch: MicroBatch, special_tokens: Spe
         padding_ids=_count_commonest_ids(padding_T),
         has_shifted_labels=has_shifted_labels,
         **({} if labels_BS is None else _describe_labels(labels_BS, ids_BS, real_BS, has_shifted_labels)),
+        num_of_others=num_of_others,
+        num_rows_of_others=num_rows_of_others,
         num_borders=num_borders,
         num_continued=num_continued,
         num_other_restarts=num_other_restarts,
@@ -297,6 +307,19 @@ def _describe_labels(labels_BS: Tensor, ids_BS: Tensor, real_BS: Tensor, has_shi
         "num_wrapped": sum(label == first for label, first in last),
         "label_offset": _find_label_offset(labels_BS, ids_BS, counts_BS),
     }
+
+
+def _count_labels_of_others(labels_BS: Tensor, ids_BS: Tensor, real_BS: Tensor) -> tuple[int, int]:
+    """Count the labels of real tokens that are other tokens, and the rows of them that have another row's labels."""
+    # Another negative number than -100 is no token, which is remarked by itself.
+    counts_BS = labels_BS >= 0
+    is_other_BS = counts_BS & real_BS & (labels_BS != ids_BS)
+    num_rows = 0
+    for row in is_other_BS.any(dim=1).nonzero().flatten().tolist():
+        counts_S = counts_BS[row]
+        is_same_B = (ids_BS[:, counts_S] == labels_BS[row][counts_S]).all(dim=1)
+        num_rows += int(counts_S.sum()) >= _MIN_LABELS and bool(is_same_B.any())
+    return int(is_other_BS.sum()), num_rows
 
 
 def _find_last_label(labels_S: Tensor, ids_S: Tensor, real_S: Tensor) -> tuple[int, int] | None:

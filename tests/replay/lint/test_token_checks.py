@@ -418,3 +418,25 @@ def test_positions_with_a_gradient_outside_of_the_mask_are_counted() -> None:
     tokens_BS = ((torch.arange(12) >= 5) & (torch.arange(12) <= 8)).expand(2, 12)
     [text] = count_outside("loss_mask", tokens_BS & (torch.arange(12) != 6), tokens_BS.roll(-1, dims=1))
     assert text.startswith("loss: 2 of 8 positions that the job's loss gives a gradient are outside of the mask")
+
+
+@pytest.mark.parametrize("is_shifted", [False, True])
+def test_labels_of_other_rows_are_said(is_shifted: bool) -> None:
+    """As of a collator that sorts its rows and leaves their labels."""
+    rows = make_rows([9, 12, 12])
+    labels_BS = rows.pop("labels")
+
+    def say_of(labels_BS: Tensor) -> list[str]:
+        labels = {"shift_labels": shift(labels_BS, 1)} if is_shifted else {"labels": labels_BS}
+        return say([make_pass(rows | labels)])
+
+    assert say_of(labels_BS) == []
+    assert say_of(labels_BS.roll(1, 0)) == [
+        "labels: 3 of 27 labels are of padding, outside the attention mask",
+        "labels: 24 of 27 labels are not the token at their place, and those of 2 rows are the tokens of another row: "
+        "are they labels of other rows?",
+    ]
+    labels_BS[1, 5:8] += 1
+    assert say_of(labels_BS) == [
+        "labels: 3 of 27 labels are not the token at their place: are they labels of other rows?"
+    ]

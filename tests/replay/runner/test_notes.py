@@ -25,6 +25,7 @@ def test_padding_under_the_mask_is_a_note_and_the_job_is_reproduced_all_the_same
     batch = make_batches(1)[0]
     batch["attention_mask"] = torch.ones_like(batch["attention_mask"])
     batch["input_ids"][:, 6:] = 0
+    batch["labels"][:, 6:] = -100
     with recording(model, tmp_path / "captures", reproduce=True):
         for _ in range(3):
             model(**batch).loss.backward()

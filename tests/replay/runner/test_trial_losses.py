@@ -19,10 +19,15 @@ LABELS_BS = IDS_BS.masked_fill(~REAL_BS | (torch.arange(LENGTH) < torch.tensor([
 
 
 def list_losses(
-    divisor: float | None = None, labels_BS: Tensor = LABELS_BS, num_tokens: int | None = None
+    divisor: float | None = None,
+    labels_BS: Tensor = LABELS_BS,
+    num_tokens: int | None = None,
+    *,
+    real_BS: Tensor = REAL_BS,
+    has_shared_rows: bool = False,
 ) -> dict[str, LossTrial]:
     is_label_BS = labels_BS != IGNORED
-    rows = TargetRows(target_BS=IDS_BS, is_label_BS=is_label_BS, real_BS=REAL_BS)
+    rows = TargetRows(target_BS=IDS_BS, is_label_BS=is_label_BS, real_BS=real_BS, has_shared_rows=has_shared_rows)
     predictor_N, target_N = rows.list_targets()
     tables = LOGITS_BSV.log_softmax(-1).flatten(0, 1)[predictor_N].gather(1, target_N[:, None])
     predicting_NV = LOGITS_BSV[:, :-1][is_label_BS[:, 1:]]
@@ -73,12 +78,33 @@ def test_the_number_of_tokens_is_said() -> None:
 def test_labels_that_the_replay_leaves_out_are_those_of_documents_first_tokens() -> None:
     """Rows of several documents, each token of which has a label: there are no prompts that a loss could count."""
     labels_BS = IDS_BS.masked_fill(~REAL_BS, IGNORED)
-    trials = list_losses(labels_BS=labels_BS, num_tokens=10)
-    assert trials["labels over borders"].loss == pytest.approx(compute_job_loss(labels_BS))
-    assert trials["labels over borders"].says.endswith("which the document before predicts: 12 tokens")
+    trials = list_losses(labels_BS=labels_BS, num_tokens=10, has_shared_rows=True)
+    assert trials["all labels"].loss == pytest.approx(compute_job_loss(labels_BS))
+    assert trials["all labels"].says.endswith("which the document before predicts: 12 tokens")
     assert "all real tokens" not in trials
     # Without borders the replay has all labels, and that is no other loss.
-    assert "labels over borders" not in list_losses(labels_BS=labels_BS)
+    assert "all labels" not in list_losses(labels_BS=labels_BS)
+
+
+@pytest.mark.parametrize(
+    ("is_shared", "is_left", "num_tokens", "says"),
+    [
+        (False, False, 12, "counts 2 labels of padding: 14 tokens"),
+        # Packed documents alone tell of no border: what the replay leaves out is the padding.
+        (True, False, 12, "counts 2 labels of padding: 14 tokens"),
+        (True, False, 11, "counts 2 labels of padding and the first token of each packed document, which the document "
+         "before predicts: 14 tokens"),
+        # Padding on the left: its second token is a label, and it predicts the row's first one.
+        (False, True, 12, "counts 1 label of padding and 1 label that padding predicts: 14 tokens"),
+    ],
+)  # fmt: skip
+def test_labels_of_padding_are_not_taken_for_first_tokens_of_packed_documents(
+    is_shared: bool, is_left: bool, num_tokens: int, says: str
+) -> None:
+    real_BS = REAL_BS.flip(1) if is_left else REAL_BS
+    trials = list_losses(labels_BS=IDS_BS, num_tokens=num_tokens, real_BS=real_BS, has_shared_rows=is_shared)
+    assert trials["all labels"].says == says
+    assert trials["all labels"].loss == pytest.approx(compute_job_loss(IDS_BS))
 
 
 def test_other_functions() -> None:
