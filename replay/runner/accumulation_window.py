@@ -1,7 +1,7 @@
-"""Follow the accumulation window that is open on one rank.
+"""Count the passes of the accumulation window that is open on one rank.
 
 A window ends where the job's did, whatever fails in it: a pass that failed counts like one that ran, so that the passes
-after it stay in their windows. The gradient that is left then lacks a pass, so the job had none like it: it is dropped.
+after it stay in their windows. The gradient that is left then lacks a pass, and the job never had it: it is dropped.
 """
 
 from collections.abc import Mapping, Sequence
@@ -27,8 +27,8 @@ class AccumulationWindow:
     is_incomplete     a pass of the window failed, or is not among the inputs
     num_with_gradient passes of the window whose gradient the backend holds
     num_counted       passes of the window that the backend has counted, with those that it was told to skip
-    recorded_samples  samples of the window's gradient that the job recorded, by the replay's name of the parameter
-    recorded_signatures  signatures of it, by that name
+    recorded_samples  the job's samples of the window's gradient, by the parameter's name in the replay
+    recorded_signatures  the job's signatures of that gradient, by the same name
     """
 
     grad_accumulation: int
@@ -51,7 +51,7 @@ class AccumulationWindow:
         """Is a pass of the window over, and another to come?"""
         return self.num_passes > 0
 
-    def enter_pass(
+    def begin_pass(
         self,
         index: int,
         samples: Mapping[str, Sample],

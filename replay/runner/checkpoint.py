@@ -137,11 +137,11 @@ class Saver:
     def __post_init__(self) -> None:
         self.num_steps_saved = self.num_steps
 
-    def is_due(self, *, has_stepped: bool) -> bool:
+    def is_due(self, *, latest_pass_has_stepped: bool) -> bool:
         """Count a step, if the latest pass ended with one, and tell whether a state is to be kept now."""
-        self.num_steps += has_stepped
+        self.num_steps += latest_pass_has_stepped
         every = self.spec.state.save_every
-        return every is not None and has_stepped and self.num_steps % every == 0
+        return every is not None and latest_pass_has_stepped and self.num_steps % every == 0
 
     def save_state(self, backend: Backend, num_inputs: int) -> None:
         """Save a state after `num_inputs` inputs of each data rank, with the log so far."""

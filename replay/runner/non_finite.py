@@ -33,7 +33,7 @@ from replay.runner.run_pass import PassInputs, PassObserver, run_pass_again
 # Of one run: once weights are not finite, every pass is affected, and a search costs up to two passes.
 MAX_SEARCHES = 4
 NOT_AGAIN = "nothing, when the pass was run again"
-WAS_STEPPED = "unknown: the step was taken with this gradient. Try: the same without --step"
+STEP_WAS_TAKEN = "unknown: the step was taken with this gradient. Try: the same without --step"
 IN_WINDOW = "a gradient of this accumulation window. Try: --grad-accumulation 1"
 NO_LAYERS = "unknown: DeepCompile's graph is the whole model. Try: without --deepcompile"
 
@@ -86,20 +86,20 @@ class NonFiniteSearch:
             dist.all_reduce(num_non_finite)
         return bool(num_non_finite.item()) and self.num_searches_left > 0
 
-    def find_first(self, backend: Backend, inputs: PassInputs, *, has_stepped: bool) -> str | None:
+    def find_first(self, backend: Backend, inputs: PassInputs, *, have_weights_changed: bool) -> str | None:
         """Return the first non-finite tensor on this rank, None if only other ranks have one.
 
         Parameters come first: what they make non-finite says nothing more. Then the forward is run again, and only if
         that is finite on every rank, the backward too.
 
-        inputs       those of a pass whose backward has ended
-        has_stepped  a step has changed the weights since that pass
+        inputs                those of a pass whose backward has ended
+        have_weights_changed  a step has changed the weights since the forward of that pass
 
         All ranks must call this.
         """
         self.num_searches_left -= 1
-        if has_stepped:
-            return WAS_STEPPED
+        if have_weights_changed:
+            return STEP_WAS_TAKEN
         if name := _find_non_finite_parameter(backend, self.report_progress):
             return f"parameter {name}"
         if self.spec.compile is Compile.DEEPCOMPILE:

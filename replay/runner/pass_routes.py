@@ -103,7 +103,7 @@ class PassRouting:
                 loss=router_loss,
                 is_real_T=is_real_T,
                 scale=scale_to_mean(call, batch) if noted is None else 1.0,
-                noted=noted,
+                job_loss=noted,
             ),
         )
 

@@ -86,9 +86,9 @@ class ReopeningError(RuntimeError):
 
 
 class ReopenableActor:
-    """Hold a backend and open it again after a failed pass, whose leftover state would corrupt the next pass.
+    """Hold a backend and open it again after a failed pass: what that pass left in it would corrupt the next one.
 
-    state_folder  what --save-state wrote, from which each backend that is opened goes on
+    state_folder  a state that --save-state wrote: it is loaded into each backend that is opened
     """
 
     def __init__(
@@ -161,12 +161,13 @@ class Replayer:
         self.window = AccumulationWindow(grad_accumulation=spec.actor.resolved_grad_accumulation, rounds=rounds)
         self.details_folder = log_folder if spec.measure.keeps_details else None
         self.non_finite_search = NonFiniteSearch(spec=spec.actor, world=world, report_progress=tracker.report_progress)
-        # Takes the optimizer steps that the job took, with the settings that they had there.
+        # Steps the optimizer where the job did, with the settings that it had there.
         self.step_follower = StepFollower(spec=spec, world=world)
         # The number of inputs up to the latest pass that succeeded and left no window open.
         self.num_inputs_completed = 0
         self._clock = MeterClock(meter, world)
-        self._first_uses = FirstUseObserver(world.device, spec.kernel)
+        # Names the one-time costs of each pass: what it compiled, and kernels and libraries that it used first.
+        self._first_use_observer = FirstUseObserver(world.device, spec.kernel)
         self._expected_times = ExpectedTimes()
         self._latest_inputs: PassInputs | None = None
         # A failed pass left something in the backend that would spoil later passes.
@@ -206,9 +207,10 @@ class Replayer:
         """
         assert self._latest_inputs is not None
         self.tracker.enter_phase(RankPhase.SEARCHING_NON_FINITE)
-        has_stepped = self.step_follower.has_stepped
         tensor_name = self.non_finite_search.find_first(
-            self.reopenable_actor.backend, self._latest_inputs, has_stepped=has_stepped
+            self.reopenable_actor.backend,
+            self._latest_inputs,
+            have_weights_changed=self.step_follower.latest_pass_has_stepped,
         )
         return replace(record, first_non_finite=tensor_name)
 
@@ -328,7 +330,7 @@ class Replayer:
         gradient_signatures = self.weight_checker.match_to_parameters(
             captured_call.step.signatures if captured_call.step is not None else ()
         )
-        self.window.enter_pass(record.index, gradient_samples, gradient_signatures, self.reopenable_actor.backend)
+        self.window.begin_pass(record.index, gradient_samples, gradient_signatures, self.reopenable_actor.backend)
         inputs = self._prepare_inputs(record.index, captured_call, batch)
         inputs = self.step_follower.plan_step(inputs, record.index, self.reopenable_actor.backend)
         self._latest_inputs = inputs
@@ -357,7 +359,7 @@ class Replayer:
         self._is_pass_counted = True
         # Steps without --step make optimizer state, whose memory is no part of what the pass costs.
         cost = self.step_follower.subtract_optimizer_state_bytes(outcome.cost)
-        self.step_follower.note_pass(inputs, self.reopenable_actor.backend)
+        self.step_follower.count_step(inputs, self.reopenable_actor.backend)
 
         log_prob_weigher, gradient_sampler = run_observers.log_prob_weigher, run_observers.gradient
         token_log_probs, action_log_probs = self._collect_log_probs(outcome, inputs, captured_call, batch)
@@ -393,7 +395,9 @@ class Replayer:
                 input=replace(record.input, fed_tokens=fed_tokens),
                 cost=cost,
                 result=replace(
-                    _describe_result(outcome, inputs), num_steps=num_steps, has_stepped=self.step_follower.has_stepped
+                    _describe_result(outcome, inputs),
+                    num_steps=num_steps,
+                    has_stepped=self.step_follower.latest_pass_has_stepped,
                 ),
                 routes=self._routing.describe(outcome.router_flips, outcome.router_loss),
             )
@@ -410,7 +414,7 @@ class Replayer:
         has_samples = ends_complete_window and self.window.has_gradient_samples(index)
         folder = self.details_folder if ends_complete_window else None
         return RunObservers(
-            first_uses=self._first_uses,
+            first_uses=self._first_use_observer,
             compilation=CompilationCounter(),
             trace=TraceObserver(self.trace) if self.trace else None,
             position=PositionMarker(self.tracker),
@@ -438,6 +442,7 @@ class Replayer:
         objective_data = self._read_objective_data(captured_call, batch)
         fed_batch = with_rows_reversed(batch) if has_reversed_rows else batch
         actor_inputs = prepare_actor_inputs(fed_batch, self.spec.actor, self.model_source, self.world)
+        # In training the job may have had some modules in eval mode, or the reverse, other than the module around them.
         actor_inputs = replace(
             actor_inputs, modules_in_other_mode=list_modules_in_other_mode(captured_call) if batch.trains else ()
         )
@@ -484,8 +489,8 @@ class Replayer:
         num_window_passes = self.window.size * self.world.num_data_ranks
         if objective_data is not None:
             assert self._objective is not None
-            # The backend's division is right for a mean loss. A loss whose passes add up was divided by the number of
-            # the job's ranks alone.
+            # The backend's division is right for a mean loss. A loss that is normalised over the whole window is summed
+            # over its passes, and the job's DDP divided it by the number of ranks only.
             return num_window_passes / objective_data.num_job_ranks if self._objective.sums_over_window else 1.0
         window_weights = self.spec.measure.window
         if num_window_passes == 1 or window_weights is WindowWeights.MEAN_OF_MEANS:
@@ -528,7 +533,7 @@ class Replayer:
         No backward runs: it would change the gradient that the optimizer is about to step with.
         """
         forward = replace(inputs, runs_backward=False)
-        return self.non_finite_search.find_first(self.reopenable_actor.backend, forward, has_stepped=False)
+        return self.non_finite_search.find_first(self.reopenable_actor.backend, forward, have_weights_changed=False)
 
     def _collect_log_probs(
         self, outcome: PassOutcome, inputs: PassInputs, captured_call: CapturedCall, batch: MicroBatch

@@ -125,8 +125,9 @@ class PassOutcome:
     grad_norm     of the window; None in a pass that does not end a complete one
     router_flips  of each router that was compared with the job's: the tokens for which it chose other experts here
     router_loss   the routers' part of `loss`; None: it has none
-    router_loss_factor  what the routers' loss is multiplied by in the loss that the job recorded with `recorder.note`:
-                  0, 1, or the sum of the factors of its log-probs; nan: that loss does not tell; None: nobody asks
+    router_loss_factor  what the routers' loss is multiplied by in the loss that the job gave to `recorder.note`: 0, 1,
+                  or the negated sum of the derivatives of the loss by the log-probs; nan: the job's loss does not tell
+                  which; None: there is no job's loss to compare with
     """
 
     log_probs_BA: Tensor
@@ -153,7 +154,7 @@ class PassObserver:
         """Prepare for a pass, before the ranks wait for each other."""
 
     def before_phase(self, phase: RankPhase) -> None:
-        """Note that a phase begins. The clock may be running, so this must not wait for the device."""
+        """Prepare for a phase that begins. The clock may be running, so this must not wait for the device."""
 
     def after_forward(self, log_probs_BA: Tensor, loss: Tensor) -> None:
         """Look at what the forward computed, with its graph."""
@@ -253,7 +254,7 @@ class ObserverNotifier:
     clock: Clock
 
     @contextmanager
-    def follow_pass(self, inputs: PassInputs) -> Iterator[None]:
+    def open_observers(self, inputs: PassInputs) -> Iterator[None]:
         """Prepare every observer for the pass inside the block, and close all of them, also if the pass fails."""
         error: BaseException | None = None
         try:
@@ -320,7 +321,7 @@ def run_pass(
     grad_norm: float | None = None
     try:
         with (
-            notifier.follow_pass(inputs),
+            notifier.open_observers(inputs),
             torch.set_grad_enabled(inputs.builds_graph),
             _steer_routers(backend, inputs) as router_states,
         ):
@@ -368,8 +369,8 @@ def run_pass(
             # If the replay takes no step, its window's end (norm, clearing) has no counterpart in the job, so its time
             # is not worth measuring. Neither is that of a step without --step.
             if inputs.window_end is WindowEnd.COMPLETE and inputs.step_timing is not StepTiming.MEASURED:
-                steps = inputs.step_timing is StepTiming.UNMEASURED
-                grad_norm = backend.end_window(step=steps, settings=inputs.step_settings)
+                takes_step = inputs.step_timing is StepTiming.UNMEASURED
+                grad_norm = backend.end_window(step=takes_step, settings=inputs.step_settings)
             elif inputs.window_end is WindowEnd.INCOMPLETE:
                 backend.end_window(step=False)
         return PassOutcome(
@@ -420,7 +421,7 @@ def drop_gradients(model: nn.Module, names: Collection[str]) -> None:
 
 
 def _steer_routers(backend: Backend, inputs: PassInputs) -> AbstractContextManager[Mapping[str, RouterState]]:
-    """Have the routers do as `inputs.routes` says, in the block; it gets what they did, by the router's name."""
+    """Have the routers do as `inputs.routes` says in the block, which gets each router's state by its name."""
     return nullcontext({}) if inputs.routes is None else steer_routers(backend.model, inputs.routes)
 
 
@@ -431,12 +432,12 @@ def _compute_router_loss(
     if (term := inputs.router_loss_term) is None:
         return None, None
     router_loss = term.compute(states)
-    if term.noted is None:
+    if term.job_loss is None:
         return router_loss, None
-    # The loss that the job recorded tells whether its loop added the routers' loss, and with which factor. Here it is
-    # added with the same factor. Where the factor is unknown it is left out, and the verdict doubts a gradient that
-    # differs.
-    factor = term.noted.find_factor(loss, log_probs_BA, router_loss)
+    # The loss that the job gave to `recorder.note` tells whether its loop added the routers' loss, and with which
+    # factor. Here it is added with the same factor. If the factor is unknown, the routers' loss is left out, and the
+    # verdict doubts a gradient that differs.
+    factor = term.job_loss.find_factor(loss, log_probs_BA, router_loss)
     return factor.nan_to_num() * router_loss, factor
 
 

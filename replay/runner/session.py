@@ -63,7 +63,7 @@ class ReplayedInputs:
     end_reason       why the run ended early; None: it did not
     reruns           what --profile and --memory-snapshot asked for
     earlier_records  of passes that had run before this process began
-    step_lines       what came of steps that nobody asked for, in lines of the summary
+    step_lines       what came of the steps that were taken without --step, in lines of the summary
     """
 
     passes: Sequence[PassEvidence]
@@ -187,7 +187,8 @@ class Session:
                     saved_lines = [*_describe_unreplayed(num_inputs - index - 1), *describe_unsaved(spec.state)]
                     break
                 replayer.reopen_after_failure()
-                if self.saver.is_due(has_stepped=rank_passes[world.rank].record.result.grad_norm is not None):
+                own_result = rank_passes[world.rank].record.result
+                if self.saver.is_due(latest_pass_has_stepped=own_result.grad_norm is not None):
                     tracker.enter_phase(RankPhase.SAVING)
                     self.saver.save_state(actor.backend, replayer.num_inputs_completed)
             tracker.enter_phase_after_passes(num_inputs, RankPhase.OUT_OF_INPUTS)

@@ -1,7 +1,8 @@
-"""Follow the optimizer of an open actor: when it steps, with which settings, and what its steps cost.
+"""Decide when the optimizer of an open actor steps and with which settings, and count its steps and their memory.
 
-A step that was typed (--step) is a part of its pass. A step that follows the job's though nobody asked for steps is no
-part of a pass: it must not spoil a pass that would succeed without it. So where it might, no more steps are followed.
+To follow the job's steps is to step where the job did, with the settings that it had there. With --step that is a part
+of the pass. Without --step it is not, and must not spoil a pass that would succeed without a step: where it might, the
+job's steps are followed no further.
 """
 
 from collections.abc import Callable, Sequence
@@ -31,20 +32,20 @@ MOST_OF_FREE_MEMORY = 0.5
 
 @dataclass(kw_only=True, slots=True)
 class StepFollower:
-    """Follows the steps of a run on one rank.
+    """Decides and counts the steps of a run on one rank.
 
     num_steps    steps that the optimizer has taken since the actor was opened
-    has_stepped  the latest pass ended with a step
-    state_bytes  the memory of the optimizer's state, if steps made it that nobody asked for
+    latest_pass_has_stepped  the optimizer stepped at the end of the latest pass, so weights have changed since
+    state_bytes  the memory of the optimizer's state, if steps without --step made it
     why_stopped  why the job's steps are not followed any more; empty: they are
-    num_taken, largest_state_bytes  of the whole run, over actors that were opened again
+    num_taken, largest_state_bytes  of steps without --step in the whole run, also of actors before a reopening
     read_memory  returns the bytes that the optimizer will keep of its steps, and those that are free; None: not known
     """
 
     spec: ResolvedReplay
     world: World
     num_steps: int = 0
-    has_stepped: bool = False
+    latest_pass_has_stepped: bool = False
     state_bytes: int = 0
     why_stopped: str = ""
     num_taken: int = 0
@@ -63,7 +64,7 @@ class StepFollower:
 
         All ranks must call this.
         """
-        self.has_stepped = False
+        self.latest_pass_has_stepped = False
         if self._first_num_steps is None:
             self._first_num_steps = backend.progress().num_steps
         if inputs.window_end is not WindowEnd.COMPLETE or not self.spec.measure.steps:
@@ -83,23 +84,23 @@ class StepFollower:
         """Follow no more of the job's steps."""
         self.why_stopped = self.why_stopped or why
 
-    def note_pass(self, inputs: PassInputs, backend: Backend) -> None:
-        """Note what the optimizer did in a pass that succeeded."""
+    def count_step(self, inputs: PassInputs, backend: Backend) -> None:
+        """Count the step of a pass that succeeded, if the optimizer took one, and the memory of its state."""
         if inputs.step_timing is StepTiming.NONE:
             return
         num_steps = backend.progress().num_steps - (self._first_num_steps or 0)
-        self.has_stepped, self.num_steps = num_steps > self.num_steps, num_steps
+        self.latest_pass_has_stepped, self.num_steps = num_steps > self.num_steps, num_steps
         if inputs.step_timing is StepTiming.MEASURED:
             return
-        self.num_taken += self.has_stepped
+        self.num_taken += self.latest_pass_has_stepped
         self.state_bytes = backend.count_state_bytes()
         self.largest_state_bytes = max(self.largest_state_bytes, self.state_bytes)
-        if not self.has_stepped:
+        if not self.latest_pass_has_stepped:
             self.why_stopped = f"the gradient of step {num_steps + 1} is not finite here"
 
     def restart(self, why: str) -> None:
         """Begin again: the actor was opened anew, with the weights that the run began with."""
-        self.num_steps, self.has_stepped, self.state_bytes, self._first_num_steps = 0, False, 0, None
+        self.num_steps, self.latest_pass_has_stepped, self.state_bytes, self._first_num_steps = 0, False, 0, None
         self.stop_following_steps(why)
 
     @torch.no_grad()
@@ -148,7 +149,7 @@ class StepFollower:
     def subtract_optimizer_state_bytes(self, cost: CostSection) -> CostSection:
         """Return what a pass cost without the optimizer's state, if nobody asked for steps.
 
-        Call it before `note_pass`: a first unasked step makes the state when the pass has been measured.
+        Call it before `count_step`: a first unasked step makes the state when the pass has been measured.
         """
         if not self.state_bytes:
             return cost

@@ -47,7 +47,7 @@ def test_the_windows_behind_a_lost_pass_are_as_without_it(lost: int, is_run: boo
     for index in range(3 * SIZE):
         begins_anew = is_run
         if index != lost or is_run:
-            window.enter_pass(index, {}, {}, backend)  # type: ignore[arg-type]
+            window.begin_pass(index, {}, {}, backend)  # type: ignore[arg-type]
         if index == lost:
             begins_anew |= window.count_failed_pass(index)
             if begins_anew:
@@ -72,7 +72,7 @@ def test_the_windows_behind_a_lost_pass_are_as_without_it(lost: int, is_run: boo
 @pytest.mark.parametrize("is_counted", [False, True])
 def test_a_pass_that_failed_after_it_ran_is_counted_once_and_has_its_window_too(is_counted: bool) -> None:
     window = AccumulationWindow(grad_accumulation=SIZE)
-    window.enter_pass(3, {}, {}, CountingBackend())  # type: ignore[arg-type]
+    window.begin_pass(3, {}, {}, CountingBackend())  # type: ignore[arg-type]
     if is_counted:
         window.count_pass(runs_backward=True)
     replayer = SimpleNamespace(

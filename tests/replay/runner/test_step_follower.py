@@ -54,7 +54,7 @@ def run(follower: StepFollower, backend: CountingBackend, index: int, *, steps: 
     inputs = follower.plan_step(made, index, cast(Any, backend))
     backend.num_steps += steps and (inputs.step_timing is not StepTiming.NONE)
     cost = follower.subtract_optimizer_state_bytes(COST)
-    follower.note_pass(inputs, cast(Any, backend))
+    follower.count_step(inputs, cast(Any, backend))
     return inputs, cost
 
 
@@ -74,11 +74,11 @@ def test_one_that_nobody_asked_for_is_none_and_its_state_is_in_no_peak() -> None
     inputs, cost = run(follower, backend, 0)
     assert inputs.step_timing is StepTiming.UNMEASURED
     assert inputs.step_settings == replace(SETTINGS, needs_finite=True)
-    assert (cost, follower.has_stepped, follower.num_steps) == (COST, True, 1)
+    assert (cost, follower.latest_pass_has_stepped, follower.num_steps) == (COST, True, 1)
     _, cost = run(follower, backend, 1)
     assert (cost.phases["forward"].peak_allocated_bytes, cost.phases["forward"].allocated_bytes) == (800, 400)
     inputs, _ = run(follower, backend, 2)
-    assert (inputs.step_timing, follower.has_stepped) == (StepTiming.NONE, False)
+    assert (inputs.step_timing, follower.latest_pass_has_stepped) == (StepTiming.NONE, False)
 
 
 def test_a_gradient_that_is_not_finite_ends_the_steps() -> None:
