@@ -127,14 +127,15 @@ def _check_targets(traits: Sequence[TokenTraits]) -> Iterator[LintRemark]:
 
 
 def _check_unlabelled(traits: Sequence[TokenTraits]) -> Iterator[LintRemark]:
-    labelled = [tokens for tokens in traits if tokens.num_labels]
+    """Say so where rows have no label and others have. A rank of a ring has parts of rows, which begin elsewhere."""
+    labelled = [tokens for tokens in traits if tokens.num_labels and not any(tokens.first_positions)]
     total = sum(len(tokens.rows) for tokens in labelled)
     if number := sum(tokens.num_unlabelled for tokens in labelled):
         yield LintRemark(
             topic="labels",
-            text=f"{number} of {pluralise(total, 'row')} have no label, in passes that have some: was the answer cut "
-            "off, and what does the loop do with a batch of such rows alone?",
-            weight=Weight.FACT,
+            text=f"{number} of {pluralise(total, 'row')} have no label, in passes that have some: are these answers "
+            "that were truncated away?",
+            weight=Weight.SETTING,
         )
 
 

@@ -66,7 +66,7 @@ class TokenTraits:
     padding_ids        the commonest ids of these, with their numbers
     has_shifted_labels the labels are those of `shift_labels`, which stand beside the token that predicts them
     num_labels         labels that count
-    num_unlabelled     rows without such a label
+    num_unlabelled     rows without such a label, where the job gave labels
     label_range        the least and the largest of these
     num_on_padding     labels that are of padding
     num_past_end       those of them that stand beside the real token that predicts them
@@ -137,10 +137,11 @@ def read_token_traits(call: CapturedCall, batch: MicroBatch, special_tokens: Spe
     is_not_finite_BS = _find_not_finite(call, real_BS)
     not_finite_places = [(row, column) for row, column in is_not_finite_BS.nonzero().tolist()]
     num_with_gradient, num_outside_mask = _count_outside_mask(call, batch)
-    num_of_others = num_rows_of_others = 0
-    # Which tokens a loss is of is taken from its gradient where the job gave no labels.
-    if token_labels_BS is not None and labels_BS is not batch.loss_targets_BS:
+    num_of_others = num_rows_of_others = num_unlabelled = 0
+    # Which tokens a loss is of is taken from its gradient where the job gave no labels. A reward may give it none.
+    if labels_BS is not None and token_labels_BS is not None and labels_BS is not batch.loss_targets_BS:
         num_of_others, num_rows_of_others = _count_labels_of_others(token_labels_BS, ids_BS, real_BS)
+        num_unlabelled = int((real_BS.any(dim=1) & (labels_BS == IGNORED_LABEL).all(dim=1)).sum())
     return TokenTraits(
         rows=rows,
         has_mask="attention_mask" in call.tensors,
@@ -149,6 +150,7 @@ def read_token_traits(call: CapturedCall, batch: MicroBatch, special_tokens: Spe
         padding_ids=_count_commonest_ids(padding_T),
         has_shifted_labels=has_shifted_labels,
         **({} if labels_BS is None else _describe_labels(labels_BS, ids_BS, real_BS, has_shifted_labels)),
+        num_unlabelled=num_unlabelled,
         num_of_others=num_of_others,
         num_rows_of_others=num_rows_of_others,
         num_borders=num_borders,
@@ -299,7 +301,6 @@ def _describe_labels(labels_BS: Tensor, ids_BS: Tensor, real_BS: Tensor, has_shi
     last = [pair for pair in map(_find_last_label, labels_BS, ids_BS, real_BS) if pair is not None and has_shifted]
     return {
         "num_labels": len(values),
-        "num_unlabelled": int((counts_BS.sum(dim=1) == 0).sum()),
         "label_range": (int(values.min()), int(values.max())) if len(values) else None,
         "num_on_padding": int((counts_BS & is_padding_BS).sum()),
         "num_past_end": int((counts_BS & is_padding_BS & real_BS).sum()),

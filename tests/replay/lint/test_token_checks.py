@@ -374,12 +374,22 @@ def test_a_gradient_of_the_loss_that_is_not_finite_is_said_with_its_places(place
     assert "in 1 of 2 training passes" in said
 
 
-def test_rows_without_a_label_are_a_fact() -> None:
+def test_rows_without_a_label_are_said_where_others_have_some() -> None:
     rows = make_rows([9, 12, 10])
     assert say([make_pass(rows)]) == []
     rows["labels"][1] = IGNORED
-    [said] = say([make_pass(rows)])
-    assert said.startswith("labels: 1 of 3 rows have no label, in passes that have some: was the answer cut off")
+    said = "labels: 1 of 3 rows have no label, in passes that have some: are these answers that were truncated away?"
+    assert say([make_pass(rows)]) == [said]
+    # A part of a row, as a rank of a ring has it, may be of a prompt.
+    assert say([make_pass(change(rows, position_ids=torch.arange(12, 24).expand(3, 12)))]) != [said]
+    # A row of padding alone fills a batch up, and a gradient is no label: a row without an advantage has none.
+    padding = change(rows, attention_mask=rows["attention_mask"].clone(), input_ids=rows["input_ids"].clone())
+    padding["attention_mask"][1] = padding["input_ids"][1] = PAD
+    targets_BS = shift(rows.pop("labels"), 1)
+    passes = [make_pass(padding), make_pass(rows, notes={LOSS_TARGETS: targets_BS})]
+    assert [text for recorded in passes for text in say([recorded])] == []
+    rows["labels"] = torch.full((3, 12), IGNORED)
+    assert say([make_pass(rows)]) == []
 
 
 def count_outside(name: str, mask: Tensor, has_gradient_BS: Tensor) -> list[str]:
