@@ -6,6 +6,8 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
+from actor_init.declarations.optimizers import read_job_group, recognise_group
+from actor_init.option_values import OptimizerName
 from capture.file_format.name_patterns import format_patterns
 from capture.file_format.optimizer_step import OptimizerStep
 from replay.lint.remark import LintRemark, LintSubject, Weight
@@ -20,6 +22,7 @@ from replay.verdict.training_remarks import LABEL, SAME_ON_RANKS
 
 _MAX_NAMED = 3
 _ADAMS = ("Adam", "AdamW")
+_L2_ADAMS = (OptimizerName.ADAM, OptimizerName.ADAM_8BIT)
 _BF16 = "bfloat16"
 _FP32 = "float32"
 _MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -56,6 +59,7 @@ def check_training(subject: LintSubject) -> Iterator[LintRemark]:
     yield from _check_missing_passes(subject)
     yield from _list_frozen(subject)
     yield from _list_decay(subject)
+    yield from _check_decay_in_gradient(subject)
     yield from _list_dtypes(subject)
 
 
@@ -419,6 +423,22 @@ def _list_decay(subject: LintSubject) -> Iterator[LintRemark]:
         patterns = format_patterns(dict.fromkeys(vectors), _list_names(subject))
         text = f"weight decay {decay:g} acts on all parameters, on {name_some(patterns, _MAX_NAMED)}, too"
         yield LintRemark(topic="decay", text=text, weight=Weight.SETTING)
+
+
+def _check_decay_in_gradient(subject: LintSubject) -> Iterator[LintRemark]:
+    """Say so where an Adam that is no AdamW decays weights: the decay is scaled by its moments."""
+    for step in _list_steps(subject):
+        for settings in step.settings:
+            group = read_job_group(settings, step.optimizer or "", step.library)
+            family = recognise_group(group)
+            if family is not None and family.option_value in _L2_ADAMS and settings.get("weight_decay"):
+                yield LintRemark(
+                    topic="decay",
+                    text=f"{group.class_name} adds its weight decay of {settings['weight_decay']:g} to the gradient, "
+                    "so its moments scale it: is AdamW meant, which decays the weights themselves?",
+                    weight=Weight.SETTING,
+                )
+                return
 
 
 def _list_dtypes(subject: LintSubject) -> Iterator[LintRemark]:

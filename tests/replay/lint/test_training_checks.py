@@ -310,3 +310,31 @@ def test_a_reference_that_is_the_policy_is_a_fact(has_adapter: bool, reference: 
         assert texts[0].startswith(
             "reference: 2 of 2 passes without a gradient, behind the first step, have the log-pro"
         )
+
+
+@pytest.mark.parametrize(
+    ("values", "decays", "says"),
+    [
+        ({"optimizer": "Adam"}, (0.0, 0.1), True),
+        ({"optimizer": "Adam8bit", "library": "bitsandbytes"}, (0.1,), True),
+        ({"optimizer": "Adam"}, (0.0,), False),
+        ({"optimizer": "AdamW"}, (0.0, 0.1), False),
+        ({"optimizer": "SGD"}, (0.1,), False),
+        # What a class of the job's own does is not known.
+        ({"optimizer": "Adam", "library": "__main__"}, (0.1,), False),
+    ],
+)
+def test_a_decay_that_adam_adds_to_the_gradient_is_said(
+    values: dict[str, Any], decays: tuple[float, ...], says: bool
+) -> None:
+    settings = tuple({"lr": 1.0, "weight_decay": decay, "num_parameters": 1} for decay in decays)
+    said = (
+        f"decay: {values['optimizer']} adds its weight decay of 0.1 to the gradient, so its moments scale it: is "
+        "AdamW meant, which decays the weights themselves?"
+    )
+    steps = [make_step(number, settings=settings, **values) for number in range(2)]
+    passes = [make_pass(number=number, step=step) for number, step in enumerate(steps)]
+    assert [text for text in say(passes) if text.startswith("decay: Adam")] == ([said] if says else [])
+    decoupled = tuple({**group, "decoupled_weight_decay": True} for group in settings)
+    if values == {"optimizer": "Adam"}:
+        assert not say([make_pass(step=make_step(settings=decoupled, **values))])
