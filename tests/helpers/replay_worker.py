@@ -27,6 +27,8 @@ from replay.runner.run import run_in
 
 # The references are of this loss in windows of this size and weights, and not of what the sample's job had.
 MEAN_LOSS = ("--loss", "stand-in", "--window", "tokens", "--grad-accumulation", "1")
+# It would run passes of a step once more. What measures it in a world of several ranks types --noise-floor.
+NO_FLOOR = ("--no-noise-floor",)
 PATIENCE = ("--timeout", "3600")  # a machine under load is no hang
 
 
@@ -60,7 +62,7 @@ def proved_once() -> Iterator[None]:
 
 def read_spec(command: Sequence[str]) -> ReplaySpec:
     """Read the spec of a replay that is held to a reference: it tries nothing of what the job did otherwise."""
-    spec: ReplaySpec = parse_command_line([*MEAN_LOSS, *command, *PATIENCE]).args[0].spec
+    spec: ReplaySpec = parse_command_line([*MEAN_LOSS, *NO_FLOOR, *command, *PATIENCE]).args[0].spec
     return replace(spec, measure=replace(spec.measure, trials=False))
 
 

@@ -99,7 +99,7 @@ STANDING = [
 ]
 # Each model's gradients and norms are held to the reference above; a step adds clipping and the optimizer to them.
 STEPPED = [  # AdamW hardly sees the size of a gradient
-    Job(GEMMA3, 2, STEPPING),
+    Job(GEMMA3, 2, f"{STEPPING} --noise-floor"),
     Job("llama", 2, SGD_STEPPING),
     *[Job(model, 2, f"{SGD_STEPPING} --sequence-parallel") for model in (TIED, QWEN3)],
     # The check of a ring runs forwards before the optimizer is made, and a Llama's embedding is gathered by itself.
@@ -117,7 +117,8 @@ UNSUMMED = {  # and which gradients have to be found wrong, and no others
 SEEN = [job for job in STANDING if job.shapes]
 GATHERED = Job("llama", 2, f"--tp 2 --head whole {ONE}", "whole_logits", shapes=True)
 BF16 = [
-    Job("llama, tied, biases, uneven", 2, f"--tp 2 --dtype bf16 {FEW}{flag}") for flag in ("", " --sequence-parallel")
+    Job("llama, tied, biases, uneven", 2, f"--tp 2 --dtype bf16 {FEW}{flag}")
+    for flag in (" --noise-floor", " --sequence-parallel")
 ]
 
 

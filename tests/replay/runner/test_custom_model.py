@@ -51,7 +51,7 @@ class Job:
         run_ranks(["-m", "tests.custom_models.train", str(home)], num_ranks)
         self.arguments = ["--inputs", str(home / "captures"), "--weights", str(home / "ckpt.pt")]
         runs = {name: [*self.arguments, *text.split()] for name, text in RUNS[num_ranks].items()}
-        runs["bf16"] = [*self.arguments, "--backend", "fsdp2", "--dtype", "bf16"]
+        runs["bf16"] = [*self.arguments, "--backend", "fsdp2", "--dtype", "bf16", "--noise-floor"]
         if num_ranks == 1:
             changed = _changed(home)
             runs["changed"] = [*self.arguments[:2], "--weights", str(changed), "--backend", "fsdp2"]
