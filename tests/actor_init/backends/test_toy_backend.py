@@ -37,7 +37,7 @@ TABLE = [
     Row("toy", 1, True, True, False, 2, MANY),
     Row("toy", 1, False, False, True, 1, FEW),
     Row("toy", 2, True, False, False, 2, MANY),
-    Row("toy", 2, False, True, True, 1, FEW),
+    Row("toy", 2, False, False, True, 1, FEW),
 ]
 
 
