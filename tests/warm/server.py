@@ -26,7 +26,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
-from tests.warm import GRAPHS
+from tests.warm import GRAPHS, ROOT
 
 IMPORTS = (  # none that is run with -m: runpy warns of those that are there already
     "replay.processes.forkserver_preload",
@@ -146,11 +146,17 @@ def write_command_line(words: Sequence[str]) -> None:
 
 def run_python(arguments: list[str]) -> None:
     """As the interpreter does with its command line."""
-    while arguments[0] == "-u":  # as the server was started
+    is_path_safe = False
+    while arguments[0] in ("-u", "-P"):  # as the server was started, and without the program's folder on the path
+        is_path_safe = is_path_safe or arguments[0] == "-P"
         del arguments[0]
+    if is_path_safe:
+        assert arguments[0] == "-m", arguments
+        sys.path[0] = str(ROOT)  # where what it has imported comes from
     if arguments[0] == "-m":
         sys.argv = arguments[1:]
-        sys.path[0] = os.getcwd()
+        if not is_path_safe:
+            sys.path[0] = os.getcwd()
         # The imports above have brought some programs along. runpy warns of a module that is there already.
         sys.modules.pop(arguments[1], None)
         runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)

@@ -4,7 +4,6 @@ import json
 import math
 import os
 import subprocess
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from importlib.metadata import version
@@ -27,6 +26,7 @@ from replay.runlog.records import PassRecord
 from replay.verdict.outcomes import Outcome, Verdict
 from tests.helpers.made_logs import VERDICT, WORK, passed, write_log
 from tests.helpers.schemas import assert_valid
+from tests.warm import warm_bin
 
 ROOT = Path(__file__).parents[3]
 SAMPLE = ROOT / "inputs" / "sample"
@@ -191,15 +191,17 @@ def test_what_cannot_be_checked_is_refused_before_a_replay(
 @pytest.mark.slow
 def test_an_environment_that_computes_otherwise_is_found_at_the_tensor(tmp_path: Path) -> None:
     """The other environment is this one with another activation function."""
-    (tmp_path / "sitecustomize.py").write_text(
-        "import torch.nn.functional as F\nsilu = F.silu\nF.silu = lambda x, inplace=False: 1.01 * silu(x)\n"
+    own = str(warm_bin() / "python")
+    (tmp_path / "other.py").write_text(
+        "import sys\nimport torch.nn.functional as F\nfrom tests.warm.server import run_python\n"
+        "silu = F.silu\nF.silu = lambda x, inplace=False: 1.01 * silu(x)\nrun_python(sys.argv[1:])\n"
     )
     python = tmp_path / "python"
-    python.write_text(f'#!/bin/sh\nPYTHONPATH={tmp_path} exec {sys.executable} "$@"\n')
+    python.write_text(f'#!/bin/sh\nPYTHONPATH={ROOT} exec {own} {tmp_path / "other.py"} "$@"\n')
     python.chmod(0o700)
-    command = [sys.executable, "-m", "replay", "check-upgrade", str(SAMPLE), "--max-inputs", "2", "--json"]
+    command = [own, "-m", "replay", "check-upgrade", str(SAMPLE), "--max-inputs", "2", "--json"]
     done = subprocess.run(
-        [*command, "--python", sys.executable, "--python", str(python), "-o", str(tmp_path)],
+        [*command, "--python", own, "--python", str(python), "-o", str(tmp_path)],
         cwd=ROOT,
         env=os.environ,
         capture_output=True,
@@ -217,7 +219,7 @@ def test_an_environment_agrees_with_itself(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    pythons = [sys.executable] * 2
+    pythons = [str(warm_bin() / "python")] * 2
     result = replay.check_upgrade(SAMPLE, python=pythons, max_inputs=1, num_layers=1, backend="ddp", warmup=0)
     assert capfd.readouterr() == ("", "")
     assert (result.result, result.exit_code) == (UpgradeResult.AGREE, 0)
