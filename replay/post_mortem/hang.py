@@ -99,6 +99,12 @@ def is_of_several_ranks(sightings: Sequence[LastSighting]) -> bool:
     return bool(sightings) and (len(sightings) > 1 or find_world_size(sightings) > 1)
 
 
+def _went_on(sighting: LastSighting, schedule: Schedule) -> bool:
+    """Did the only rank of a job go on? It writes no end record, and a slow step or SIGUSR1 ends nothing."""
+    was_asked = sighting.incident is not None and sighting.incident.where == "SIGUSR1"
+    return (sighting.end is End.SLOW or was_asked) and schedule.num_passes > (sighting.forward or 0) + 1
+
+
 def examine_hang(folder: str | os.PathLike[str], *, equal_shapes: bool = False) -> HangReport:
     """Say which rank of a job that hung or died was behind, and whether all ranks would have met in each pass.
 
@@ -126,6 +132,8 @@ def examine_hang(folder: str | os.PathLike[str], *, equal_shapes: bool = False) 
         damage = format_error_with_flags(text)
     if not sightings and not schedules and salvaged is None:
         raise UsageError(f"{folder} holds no captures and no incidents. Try: replay hang inputs/sample")
+    if schedules and not is_of_several_ranks(sightings):
+        sightings = [sighting for sighting in sightings if not _went_on(sighting, schedules[-1])]
     last = len(schedules) - 1
     ended_loops = [sighting.rank for sighting in sightings if sighting.end is End.CLOSED]
     compared = [

@@ -34,6 +34,7 @@ from replay.post_mortem.hang import examine_hang
 from replay.post_mortem.text import describe_hang, print_report
 from tests.helpers.hanging_jobs import FATAL_PASS, JOBS
 from tests.helpers.made_captures import damage, write_pass
+from tests.helpers.small_jobs import TinyModel
 from tests.warm import warm_bin
 
 pytestmark = pytest.mark.slow
@@ -344,6 +345,19 @@ def test_a_job_of_one_rank_is_told_where_it_stopped(tmp_path: Path, capsys: pyte
     print_report(report)
     assert (report.ranks, report.reason, report.exit_code) == ((0,), "it is the only rank", 1)
     assert "rank 0     in the backward of pass 4, at " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("forward", "exit_code"), [(1, 0), (2, 1)])
+def test_the_only_rank_that_went_on_after_its_stacks_were_asked_for_is_no_hang(
+    forward: int, exit_code: int, tmp_path: Path
+) -> None:
+    model = TinyModel()
+    with recording(model, tmp_path):
+        for _ in range(3):
+            model(torch.ones(2, 4, dtype=torch.int64))
+    asked = replace(left("signal", forward, "in forward", OWN), where="SIGUSR1", world_size=1)
+    write(tmp_path, [asked])
+    assert examine_hang(tmp_path).exit_code == exit_code
 
 
 @pytest.mark.parametrize(
