@@ -84,10 +84,12 @@ class ResolvedReplay(ReplayParts):
     attention_reason  why that kernel, for readers who may expect another; else empty
     why_whole_logits  what of the run needs whole logits, whatever the job had; empty if nothing does
     step_settings     of the steps that are taken as the job took them, by the index of the pass that ends the window
-    followed_settings the settings in them that are the job's, by torch's names, and FAMILY if no optimizer was typed
-    job_code_clip_norm  the norm that the job clipped to by code of its own, which its recorded gradients show
-    first_unfollowed_forward  the forward from which on this run cannot train the parameters that the job
-                      trained; None: it can throughout
+    job_setting_names  names, by torch, of the settings that these steps take from the job's; FAMILY is among them if no
+                      optimizer was typed
+    job_code_clip_norm  the norm that the job clipped to with code of its own and not by clip_grad_norm_, inferred from
+                      its recorded gradients; None: it did not clip so
+    first_forward_training_others  the first of the job's forwards that trained other parameters than this run can
+                      train under its backend; None: there is no such forward
     """
 
     source: "ModelSource"
@@ -97,9 +99,9 @@ class ResolvedReplay(ReplayParts):
     attention_reason: str = ""
     why_whole_logits: str = ""
     step_settings: "Mapping[int, StepSettings]" = field(default_factory=dict)
-    followed_settings: frozenset[str] = frozenset()
+    job_setting_names: frozenset[str] = frozenset()
     job_code_clip_norm: float | None = None
-    first_unfollowed_forward: int | None = None
+    first_forward_training_others: int | None = None
 
     def __post_init__(self) -> None:
         ReplayParts.__post_init__(self)

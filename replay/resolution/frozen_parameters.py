@@ -26,13 +26,14 @@ class FrozenParameters:
 
     always  those that it trained in no pass
     later   those that it did not train besides, by the forward from which on that is so; empty: they are the same in
-            all passes, or the replay does not follow the change
-    first_unfollowed_forward  that from which on the job trained other parameters, which this backend cannot follow
+            all passes, or this backend cannot change what it trains
+    first_forward_training_others  the job's first forward that trained other parameters than the forwards before it,
+            if this backend cannot change what it trains; else None
     """
 
     always: frozenset[str] = frozenset()
     later: Mapping[int, frozenset[str]] = field(default_factory=dict)
-    first_unfollowed_forward: int | None = None
+    first_forward_training_others: int | None = None
 
 
 def find_frozen_in_job(
@@ -64,8 +65,8 @@ def find_frozen_in_job(
         if facts.recording == first_call.recording and facts.trains
     ]
     later = _date_changes(stated, checker.names, rounds)
-    first_unfollowed_forward = sorted(later)[1] if later and not _follows_changes(spec.actor) else None
-    if later and first_unfollowed_forward is None:
+    first_forward_training_others = sorted(later)[1] if later and not _can_change_frozen(spec.actor) else None
+    if later and first_forward_training_others is None:
         always = frozenset.intersection(*later.values())
         return FrozenParameters(
             always=always, later={forward: names - always for forward, names in sorted(later.items())}
@@ -75,14 +76,14 @@ def find_frozen_in_job(
         names = sorted(_list_frozen_first(stated[0], checker.names))
     num_frozen = None if first_call.weights is None else first_call.weights.num_frozen
     if not names or num_frozen != len(names):
-        return FrozenParameters(first_unfollowed_forward=first_unfollowed_forward)
+        return FrozenParameters(first_forward_training_others=first_forward_training_others)
     return FrozenParameters(
         always=checker.translate_names(names),
-        first_unfollowed_forward=first_unfollowed_forward,
+        first_forward_training_others=first_forward_training_others,
     )
 
 
-def _follows_changes(actor: ActorSpec) -> bool:
+def _can_change_frozen(actor: ActorSpec) -> bool:
     """Tell whether the optimizer can pass over a parameter in a step; one that steps flat pieces of several cannot."""
     return not find_backend_declaration(actor.backend).cuts_parameters(actor)
 

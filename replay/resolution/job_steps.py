@@ -1,4 +1,4 @@
-"""Find the steps of the job's optimizer that a replay can take as the job did, each with the settings that it had then.
+"""Find the job's optimizer steps that a replay can follow: it takes each with the settings that it had in the job.
 
 A setting that was typed takes the place of the job's in every step, as a learning rate does.
 """
@@ -32,14 +32,16 @@ from replay.verdict.recorded_pass import match_parameter_name
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FollowedSteps:
-    """The job's steps that a replay takes as the job did: those of its windows up to the first that it cannot take.
+    """The job's steps that a replay follows: it takes them as the job did, up to the first that it cannot take so.
 
     optimizer       the job's, by its value of --optimizer
     max_norm        what was typed, else the norm that the job clipped to; None: neither clips
     groups          of the optimizer, with the settings of the first step
     settings        of each step, by the index of the pass that ends its window
-    setting_names   the settings that are the job's, by torch's names, and FAMILY where no optimizer was typed
-    job_code_clip_norm  the norm that code of the job's own clipped to, as its recorded gradients show; None: it did not
+    job_setting_names  names, by torch, of the settings that each step takes from the job's (others were typed); FAMILY
+                    is among them where no optimizer was typed
+    job_code_clip_norm  the norm that the job clipped to with code of its own, inferred from its recorded gradients: it
+                    called no function, such as clip_grad_norm_, that a recording sees. None: it did not clip so
     why_no_more     why the windows after these are not followed; empty: all are followed
     """
 
@@ -47,7 +49,7 @@ class FollowedSteps:
     max_norm: float | None
     groups: Sequence[ParameterGroup]
     settings: Mapping[int, StepSettings]
-    setting_names: frozenset[str]
+    job_setting_names: frozenset[str]
     job_code_clip_norm: float | None = None
     why_no_more: str = ""
 
@@ -104,7 +106,7 @@ def find_followed_steps(
             )
             for step_number, (window, groups) in enumerate(zip(followed, group_lists, strict=True))
         },
-        setting_names=frozenset(
+        job_setting_names=frozenset(
             [
                 *([FAMILY] if actor.optimizer == OptimizerName.AUTO else []),
                 *([] if _is_rate_typed(actor) else ["lr"]),

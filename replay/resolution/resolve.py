@@ -112,7 +112,9 @@ def resolve(
     )
     spec_from_job = replace(typed, actor=apply_choices(typed.actor, job_choices))
 
-    model_source, weight_checker, first_unfollowed_forward = _find_model(spec_from_job, selection, first_call, world)
+    model_source, weight_checker, first_forward_training_others = _find_model(
+        spec_from_job, selection, first_call, world
+    )
 
     spec_with_loss = replace(spec_from_job, measure=replace(spec_from_job.measure, loss=loss.value))
     step_choice = choose_steps(spec_with_loss, model_source, weight_checker, selection, first_call, world)
@@ -147,7 +149,8 @@ def resolve(
         *step_choice.list_choices(typed.actor),
         *remaining_choices,
     ]
-    job_steps = step_choice.job_steps
+    # To follow the job's steps is to take a step where the job did, with the settings that it had there.
+    followed_steps = step_choice.followed_steps
     return ResolvedReplay(
         actor=_apply_to_part(actor_with_kernel, "actor", remaining_choices),
         inputs=_apply_to_part(spec_with_steps.inputs, "inputs", remaining_choices),
@@ -160,10 +163,12 @@ def resolve(
         choices=tuple(_add_typed(choices, typed)),
         attention_reason=probed.attention_reason,
         why_whole_logits=why_whole_logits,
-        step_settings=job_steps.settings if job_steps is not None else {},
-        followed_settings=job_steps.setting_names if job_steps is not None else frozenset(),
-        job_code_clip_norm=job_steps.job_code_clip_norm if job_steps is not None else None,
-        first_unfollowed_forward=first_unfollowed_forward,
+        step_settings=followed_steps.settings if followed_steps is not None else {},
+        job_setting_names=followed_steps.job_setting_names if followed_steps is not None else frozenset(),
+        # The job clipped with code of its own and not by clip_grad_norm_, which a recording sees. The norm to which it
+        # clipped is inferred from its recorded gradients.
+        job_code_clip_norm=followed_steps.job_code_clip_norm if followed_steps is not None else None,
+        first_forward_training_others=first_forward_training_others,
     )
 
 
@@ -172,15 +177,15 @@ def _find_model(
 ) -> tuple[ModelSource, WeightChecker, int | None]:
     """Find the model and what of it the job froze, on all ranks together.
 
-    Returns the model's source; a checker of its weights; and the job's forward from which on this run cannot train the
-    parameters that the job trained (None: it can throughout).
+    Returns the model's source; a checker of its weights; and the job's first forward that trained other parameters than
+    this run trains (None: there is none).
     """
     source = find_model_source_on_all_ranks(spec, world)
     # It builds a model to list its parameters, so the choices of frozen parameters and of steps share one.
     weight_checker = WeightChecker(source)
     frozen = world.broadcast_from_rank0(find_frozen_in_job(spec, source, weight_checker, first_call, selection.rounds))
     source = replace(source, frozen=frozen.always, frozen_later=frozen.later)
-    return source, weight_checker, frozen.first_unfollowed_forward
+    return source, weight_checker, frozen.first_forward_training_others
 
 
 def _choose_kernel_and_layout(
@@ -208,7 +213,8 @@ def _choose_kernel_and_layout(
         is_typed=is_packing_typed,
         trains=spec.inputs.passes is not Passes.ROLLOUT,
     )
-    # Show the user why rows stay padded: the job's labels need it.
+    # In a left-padded row the last padding token predicts the label of the row's first token, and a model's own loss
+    # counts that. Joined rows have no padding, so such rows stay padded, and the user is told why.
     if selection.padding_predicts_label and not is_packing_typed and not layout.why:
         layout = replace(layout, why=PADDING_PREDICTS_LABEL)
     return _KernelAndLayout(
@@ -358,7 +364,7 @@ def _list_backend_and_optimizer_settings(actor: ActorSpec) -> Iterator[ResolvedC
         yield ResolvedChoice(setting="actor.zero_stage", value=actor.resolved_zero_stage, by=by, why=why)
     family = OPTIMIZERS.get(actor.optimizer)
     for setting in family.settings if family is not None else ():
-        # A setting that no option sets has none in `options`, and is not listed.
+        # A setting without a command-line option has an empty `options`, and is not listed.
         value_or_values = setting.read_options(actor)
         has_several = len(setting.options) > 1
         values = value_or_values if has_several else [value_or_values] * len(setting.options)

@@ -28,21 +28,23 @@ from replay.verdict.weight_check import WeightChecker
 class StepChoice:
     """Whether the optimizer steps.
 
-    job_steps  the job's steps that are taken as the job took them; None: steps are taken as typed, or none are
+    followed_steps  the job's steps that are taken as the job took them; None: steps are taken as typed, or none are
     why        if --step was not typed: why the optimizer does not step, or why it stops before the last window of the
                job; empty where there is nothing to say
     """
 
     mode: StepMode
     by: ChosenBy
-    job_steps: FollowedSteps | None = None
+    followed_steps: FollowedSteps | None = None
     why: str = ""
 
     def apply(self, actor: ActorSpec) -> ActorSpec:
         """Return `actor` with the optimizer and the clipping of the steps."""
-        if self.job_steps is None:
+        if self.followed_steps is None:
             return actor.with_step_defaults()
-        return replace(actor, optimizer=self.job_steps.optimizer, max_norm=self.job_steps.max_norm).with_step_defaults()
+        return replace(
+            actor, optimizer=self.followed_steps.optimizer, max_norm=self.followed_steps.max_norm
+        ).with_step_defaults()
 
     def apply_to_spec(self, spec: ReplayParts) -> ReplayParts:
         """Return the spec with the mode of the steps, and with their optimizer and clipping."""
@@ -50,18 +52,18 @@ class StepChoice:
 
     def apply_to_source(self, source: ModelSource) -> ModelSource:
         """Return the model with the groups of parameters that the job's optimizer had, if its steps are taken."""
-        return source if self.job_steps is None else replace(source, optimizer_groups=self.job_steps.groups)
+        return source if self.followed_steps is None else replace(source, optimizer_groups=self.followed_steps.groups)
 
     def list_choices(self, typed: ActorSpec) -> Iterator[ResolvedChoice]:
         """Yield whether the optimizer steps and, unless they were typed, which one it is and what norm it clips to."""
         yield ResolvedChoice(setting=STEP, value=self.mode, by=self.by, why=self.why)
         if typed.optimizer == OptimizerName.AUTO:
-            value, by = self.apply(typed).optimizer, ChosenBy.DEFAULT if self.job_steps is None else ChosenBy.JOB
+            value, by = self.apply(typed).optimizer, ChosenBy.DEFAULT if self.followed_steps is None else ChosenBy.JOB
             yield ResolvedChoice(setting="actor.optimizer", value=value, by=by)
-        if self.job_steps is None:
+        if self.followed_steps is None:
             return
         if typed.max_norm is None:
-            yield ResolvedChoice(setting="actor.max_norm", value=self.job_steps.max_norm, by=ChosenBy.JOB)
+            yield ResolvedChoice(setting="actor.max_norm", value=self.followed_steps.max_norm, by=ChosenBy.JOB)
 
 
 def choose_steps(
@@ -108,7 +110,7 @@ def _choose_on_rank(
     windows = list_job_windows(selection.rounds, spec.actor.resolved_grad_accumulation)
     followed = _find_steps_to_follow(spec, source, checker, windows, recorded)
     if mode is StepMode.ON:
-        return StepChoice(mode=mode, by=ChosenBy.TYPED, job_steps=None if isinstance(followed, str) else followed)
+        return StepChoice(mode=mode, by=ChosenBy.TYPED, followed_steps=None if isinstance(followed, str) else followed)
 
     def refuse(why: str, by: ChosenBy = ChosenBy.JOB) -> StepChoice:
         return StepChoice(mode=StepMode.OFF, by=by, why=why)
@@ -144,7 +146,7 @@ def _choose_on_rank(
     if not moves:
         return refuse("", ChosenBy.DEFAULT)
     why = format_error_with_flags(followed.why_no_more)
-    return StepChoice(mode=StepMode.ON, by=ChosenBy.JOB, job_steps=replace(followed, settings=settings), why=why)
+    return StepChoice(mode=StepMode.ON, by=ChosenBy.JOB, followed_steps=replace(followed, settings=settings), why=why)
 
 
 def _find_steps_to_follow(

@@ -34,14 +34,14 @@ MAX_NAMED_PARTS = 4
 
 
 def describe_frozen_in_job(resolved: ResolvedReplay) -> str:
-    """Say what is not trained, and that the backend does not follow what the job changed later; empty for neither."""
-    frozen, unfollowed = list_frozen(resolved.source), resolved.first_unfollowed_forward
-    if unfollowed is None:
+    """Say what is not trained, and that the backend cannot change that where the job did; empty for neither."""
+    frozen, changed_at = list_frozen(resolved.source), resolved.first_forward_training_others
+    if changed_at is None:
         return f"{frozen}, as in the job" if frozen else ""
     follower = " ".join(map(spell_setting, list_whole_backend(resolved.actor)))
     return (
-        f"{frozen or 'none'}, as in the job up to pass {unfollowed}: {resolved.actor.backend} does not follow what the "
-        f"job trains from pass {unfollowed + 1} on. Try: {follower}"
+        f"{frozen or 'none'}, as in the job up to pass {changed_at}: {resolved.actor.backend} does not follow what the "
+        f"job trains from pass {changed_at + 1} on. Try: {follower}"
     )
 
 
@@ -219,9 +219,11 @@ class Header:
                 return {}
             if step is not None:
                 counts = count_loaded_steps(self.resolved.source)
-                followed, limit = self.resolved.followed_settings, self.resolved.job_code_clip_norm
+                limit = self.resolved.job_code_clip_norm
                 step = step if limit is None else replace(step, max_norm=limit)
-                differing = list_setting_differences(step, actor, 0, loaded_counts=counts, followed=followed)
+                differing = list_setting_differences(
+                    step, actor, 0, loaded_counts=counts, job_setting_names=self.resolved.job_setting_names
+                )
                 text = f"other than the job's: {'; '.join(differing)}" if differing else "as the job's"
                 text += "" if limit is None else f", whose own code clips to {limit:g}"
                 return {"optimizer": f"{text}; its steps are followed as far as they can be: {why}" if why else text}

@@ -55,9 +55,9 @@ class VerdictSettings:
     is_dtype_typed    it was typed, whatever the job computed in
     is_custom         the model is a user's own, whose weights come from --weights; those of others come from --model
     lacks_weights     the model is a user's own, and its weights are random, since --weights was not given
-    step_spec         the spec of the optimizer with which the replay updates its weights; None: it takes no steps
+    stepping_actor    the actor, if its optimizer steps (with --step, or as the job); None: the replay takes no step
     loaded_counts     the steps that were counted by the state that its optimizer begins with; None: it has no state
-    followed          settings that the replay takes from each of the job's steps, by torch's names
+    job_setting_names  names, by torch, of the settings that the replay takes from each of the job's steps
     steps_unasked     the replay steps though --step was not typed, and leaves out steps that it cannot take as the job
     step_dtype        the coarse dtype that the optimizer rounds a step to; None: it rounds to none, or does not step
     num_steps_before  the steps that the job had taken before the first pass of the replay
@@ -80,9 +80,9 @@ class VerdictSettings:
     num_layers: int
     num_data_ranks: int
     grad_accumulation: int
-    step_spec: ActorSpec | None = None
+    stepping_actor: ActorSpec | None = None
     loaded_counts: Sequence[int] | None = None
-    followed: frozenset[str] = frozenset()
+    job_setting_names: frozenset[str] = frozenset()
     steps_unasked: bool = False
     step_dtype: str | None = None
     num_steps_before: int = 0

@@ -87,7 +87,7 @@ class ComparedPass:
 
 def list_step_differences(window: Sequence[ComparedPass], settings: VerdictSettings, number: int) -> list[str]:
     """List what makes step `number` of a replay with --step another one than the job's; empty if nothing does."""
-    assert settings.step_spec is not None
+    assert settings.stepping_actor is not None
     steps = list_steps(window)
     if not steps:
         return ["the replay has stepped since, so its weights are known before the first step alone"]
@@ -100,11 +100,11 @@ def list_step_differences(window: Sequence[ComparedPass], settings: VerdictSetti
     )
     return list_setting_differences(
         last,
-        settings.step_spec,
+        settings.stepping_actor,
         number,
         (job_norm, replay_norm),
         loaded_counts=settings.loaded_counts,
-        followed=settings.followed,
+        job_setting_names=settings.job_setting_names,
     )
 
 
@@ -166,7 +166,7 @@ def _compare_window(window: Sequence[ComparedPass], settings: VerdictSettings) -
 
 
 def _compare_optimizer(window: Sequence[ComparedPass], settings: VerdictSettings) -> list[Finding]:
-    if settings.step_spec is None or not list_steps(window) or not window[-1].record.result.has_stepped:
+    if settings.stepping_actor is None or not list_steps(window) or not window[-1].record.result.has_stepped:
         return []
     differences = list_step_differences(window, settings, window[0].record.result.num_steps)
     return [report_other_settings(differences)] if differences else []
@@ -222,7 +222,7 @@ def _compare_gradient(window: Sequence[ComparedPass], settings: VerdictSettings)
         num_passes = max((len(step.passes) for step in steps), default=1)
         signed: list[Finding] = []
         if evidence is not None:
-            has_stepped = settings.step_spec is not None and window[0].record.index > 0
+            has_stepped = settings.stepping_actor is not None and window[0].record.index > 0
             signed = judge_signatures(
                 evidence, settings, dtypes, index, sample_doubt, num_passes, has_stepped=has_stepped
             )

@@ -169,7 +169,7 @@ def judge_without_causes(passes: Sequence[PassEvidence], settings: VerdictSettin
     compared_passes = clip_as_the_job(compared_passes, settings)
     compared_passes = check_weights(compared_passes)
     compared_passes = add_window_findings(compared_passes, settings)
-    if settings.step_spec is not None:
+    if settings.stepping_actor is not None:
         compared_passes = follow_weights_through_steps(compared_passes, settings)
 
     compared_passes = mark_job_dropout_masks(compared_passes, settings)

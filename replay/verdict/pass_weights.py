@@ -139,7 +139,7 @@ def note_rounded_steps(passes: Sequence[tuple[int, RecordedPass]], settings: Ver
     """
     steps = [recorded.step_after for _, recorded in passes if recorded.step_after is not None]
     step_dtype = find_step_dtype(steps)
-    if step_dtype is None or settings.step_spec is None:
+    if step_dtype is None or settings.stepping_actor is None:
         return settings
     first = min((recorded.num_steps_before or 0 for _, recorded in passes), default=0)
     before = {index for index, recorded in passes if recorded.num_steps_before == first}
@@ -206,7 +206,7 @@ def _explain_changed_training(recorded: RecordedPass, settings: VerdictSettings)
     for difference in settings.model_differences:
         if difference.forward is not None and (recorded.forward_number or 0) >= difference.forward:
             why = f"{difference.where} is {difference.job} in the job, and the replay does not follow that"
-            others = [] if settings.step_spec is None else list_whole_backend(settings.step_spec)
+            others = [] if settings.stepping_actor is None else list_whole_backend(settings.stepping_actor)
             return f"{why}. Try: --backend {others[0].value}" if others else why
     return None
 
@@ -258,7 +258,7 @@ def find_unmoved_weights(
     # Both samples are compared with the weights that the replay began with: if both are the same, the job's did not
     # move. Where the replay steps, the weights of a pass are concluded from the steps, and not from its samples.
     before, after = last.weights, next_pass.weights
-    if settings.step_spec is not None:
+    if settings.stepping_actor is not None:
         before, after = (_merge_samples_at(compared_passes, number) for number in (next_step - 1, next_step))
     if not after.are_same or not before.are_same:
         return []
@@ -274,7 +274,7 @@ def find_miscounted_steps(
     """
     recorded = window[-1].recorded
     step = recorded.step_after
-    if step is None or settings.step_spec is not None:
+    if step is None or settings.stepping_actor is not None:
         return []
     following = next(
         (

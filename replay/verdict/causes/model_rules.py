@@ -224,7 +224,7 @@ def _has_stepped_before(evidence: CauseEvidence) -> bool:
     """Tell whether the replay took a step before the first wrong number."""
     first = evidence.first_wrong
     has_ended = first is not None and any(window[-1].record.index < first.index for window in evidence.windows)
-    return has_ended and evidence.settings.step_spec is not None
+    return has_ended and evidence.settings.stepping_actor is not None
 
 
 def _were_tokens_judged(evidence: CauseEvidence) -> bool:

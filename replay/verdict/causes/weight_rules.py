@@ -128,7 +128,7 @@ def find_other_update(evidence: CauseEvidence) -> Cause | None:
             f"load_state_dict(assign=True), fully_shard){'; keep .grad until the step' if is_clipped else ''}",
             explains=(STEPPED, *EXPLAINED),
         )
-    steps = evidence.settings.step_spec
+    steps = evidence.settings.stepping_actor
     if steps is not None and steps.custom_optimizer is not None:
         return Cause(
             name=CauseName.OPTIMIZER,

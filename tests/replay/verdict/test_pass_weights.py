@@ -34,7 +34,7 @@ def note(class_name: str) -> tuple[VerdictSettings, list[Any]]:
         num_layers=2,
         num_data_ranks=1,
         grad_accumulation=1,
-        step_spec=ActorSpec(),
+        stepping_actor=ActorSpec(),
         step_floors={0: FLOOR, 1: FLOOR},
     )
     return note_rounded_steps(list(enumerate(passes)), settings), passes

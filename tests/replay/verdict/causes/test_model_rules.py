@@ -269,7 +269,7 @@ def make_passes_around(
         replace(wrong, index=index, rank=index, outcome=Outcome.REPRODUCED, findings=sound) for index in agreeing
     ]
     verdicts.append(replace(wrong, index=2, rank=2))
-    settings = replace(evidence.settings, step_spec=ActorSpec() if steps else None)
+    settings = replace(evidence.settings, stepping_actor=ActorSpec() if steps else None)
     windows = [[compared] for compared in passes]
     evidence = replace(evidence, passes=passes, windows=windows, verdicts=verdicts, settings=settings)
     cause = find_model_difference(evidence)

@@ -107,7 +107,7 @@ def test_a_step_behind_which_more_are_counted_is_unsettled_where_none_is_replaye
     counts: Sequence[tuple[int, ...]], numbers: Sequence[int]
 ) -> None:
     passes = make_steps(counts).passes
-    stepping = replace(SETTINGS, step_spec=ActorSpec())
+    stepping = replace(SETTINGS, stepping_actor=ActorSpec())
 
     found = [find_miscounted_steps([compared], passes, SETTINGS) for compared in passes]
 

@@ -238,7 +238,7 @@ def test_an_average_of_earlier_weights_is_told_with_its_shares() -> None:
 
 def test_an_optimizer_of_the_users_own_that_steps_otherwise_is_told_first() -> None:
     """Whatever the size of the steps, as of an Adam without the correction of its second moment's bias."""
-    cause = judge_update([30.0] * 8, step_spec=ActorSpec(optimizer="own.py:build"))
+    cause = judge_update([30.0] * 8, stepping_actor=ActorSpec(optimizer="own.py:build"))
     assert (cause.name, cause.sureness) == (CauseName.OPTIMIZER, Sureness.PROBABLY)
     assert "the job's optimizer does not step as own.py:build does" in cause.sentence
 
@@ -330,4 +330,4 @@ def test_how_far_the_weights_moved_tells_what_moved_them(moves: Sequence[float],
 
 
 def test_an_optimizer_of_torchs_own_is_not_named() -> None:
-    assert judge_update([1.5] * 8, step_spec=ActorSpec()).name is CauseName.WEIGHTS_CHANGED
+    assert judge_update([1.5] * 8, stepping_actor=ActorSpec()).name is CauseName.WEIGHTS_CHANGED
