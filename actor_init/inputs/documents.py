@@ -74,13 +74,17 @@ class Documents:
         return bool((torch.diff(position_T) == 1)[is_first_T[1:]].any())
 
 
+def is_of_trainers_actor(batch: MicroBatch) -> bool:
+    """Tell whether the model was given an action mask: then it is a trainer's own actor around it."""
+    return batch.action_mask_BA is not None and not batch.has_noted_mask
+
+
 def gives_positions(batch: MicroBatch) -> bool:
     """Tell whether the job, and not the model, decided on the position ids of a pass.
 
-    A model that was given an action mask is a trainer's own actor around it, which counts real tokens.
+    A trainer's own actor counts real tokens.
     """
-    is_trainers_actor = batch.action_mask_BA is not None and not batch.has_noted_mask
-    return is_trainers_actor or not {"position_ids", *BORDER_NAMES}.isdisjoint(batch.extra_tensors)
+    return is_of_trainers_actor(batch) or not {"position_ids", *BORDER_NAMES}.isdisjoint(batch.extra_tensors)
 
 
 def find_documents(batch: MicroBatch) -> Documents:

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from actor_init.attention.ring_split import RingSlice
-from actor_init.inputs.documents import Documents, KeptLogits, find_documents
+from actor_init.inputs.documents import Documents, KeptLogits, find_documents, gives_positions, is_of_trainers_actor
 from actor_init.model_form import DocumentBorders, HeadForm, Layout
 from capture.facts import Setting
 from capture.file_format.micro_batch import IGNORED_LABEL, CaptureError, MicroBatch
@@ -24,7 +24,8 @@ class ActorInputs:
 
     An action token's log-prob comes from the logits at the real token before it. The first token of a document, and a
     token that the attention mask marks as padding, have none: they are 0 in the result and False in `action_mask_BA`.
-    Exception: a row's first token after padding, in padded rows of a micro-batch whose `padding_predicts_label`.
+    Exceptions: a row's first token after padding, in padded rows of a micro-batch whose `padding_predicts_label`; and
+    tokens in or behind padding between a row's tokens, for which the model computes logits as for any other.
 
     attention_mask_BS     None when packed
     cu_seq_lens           int32 [documents + 1], document boundaries; None when padded
@@ -73,10 +74,13 @@ def prepare_inputs(batch: MicroBatch, *, packing: bool) -> ActorInputs:
 
     Without an action mask the labelled tokens are the action tokens; without labels too, every token after a row's
     first. The target is the label if there is one, else the token itself. Of `shift_labels`, which are the next tokens,
-    each row has S, and A is S. Raises CaptureError if no token is real, for
-    documents that `find_documents` refuses, and for rows of several documents that are not to be packed.
+    each row has S, and A is S. Raises CaptureError if no token is real, for documents that `find_documents` refuses,
+    for rows of several documents that are not to be packed, and for rows to be packed that `needs_captured_rows` names.
     """
     documents = _read_documents(batch, packing=packing)
+    if packing and needs_captured_rows(batch):
+        why = ": the attention mask has padding between the tokens of a row, which packed rows cannot keep"
+        raise CaptureError(batch.origin.source, why, f"Try: {Setting('packing', False)}")
     # A packed row has no padding that could predict.
     if packing:
         batch = replace(batch, padding_predicts_label=False)
@@ -103,10 +107,8 @@ def prepare_inputs(batch: MicroBatch, *, packing: bool) -> ActorInputs:
     if not packing:
         # What padding predicts depends on its positions. So they are the job's: those that it gave, or those that the
         # model makes.
-        is_predicted, has_positions = (
-            bool(_find_predicted_by_padding(batch).any()),
-            "position_ids" in batch.extra_tensors,
-        )
+        has_positions = "position_ids" in batch.extra_tensors
+        is_predicted = needs_captured_rows(batch) or bool(_find_predicted_by_padding(batch).any())
         position_BS = documents.position_BS
         return ActorInputs(
             input_ids=batch.sequences_BS,
@@ -116,7 +118,7 @@ def prepare_inputs(batch: MicroBatch, *, packing: bool) -> ActorInputs:
             max_length=num_tokens,
             predictor_N=_choose_predictors(flat_T[predictor_N], batch, row_N, token_N),
             captured_index=torch.where(real_BS, flat_BS, -1),
-            makes_positions=is_predicted and not has_positions,
+            makes_positions=is_predicted and not gives_positions(batch),
             **shared,
         )
     lengths = documents.measure_lengths(real_BS)
@@ -199,31 +201,53 @@ def _find_predicted_tokens(batch: MicroBatch, documents: Documents) -> Tensor:
     With `shift_labels` it is True at the real tokens that predict one.
     """
     real_BS = batch.attention_mask_BS
+    by_padding_BS = _find_predicted_by_padding(batch)
     if (next_BS := _read_next_labels(batch)) is not None:
-        return (real_BS | _find_predicted_by_padding(batch)) & (next_BS != IGNORED_LABEL)
+        return (real_BS | by_padding_BS) & (next_BS != IGNORED_LABEL)
     action_mask_BA = batch.action_mask_BA
     if action_mask_BA is None:
         labelled_BS = torch.ones_like(real_BS) if batch.labels_BS is None else batch.labels_BS != IGNORED_LABEL
         action_mask_BA = labelled_BS[:, 1:]
     is_action_BS = F.pad(action_mask_BA, (real_BS.shape[1] - action_mask_BA.shape[1], 0))
-    return is_action_BS & real_BS & (~documents.is_first_BS | _find_predicted_by_padding(batch))
+    return is_action_BS & ((real_BS & ~documents.is_first_BS) | by_padding_BS)
 
 
 def _find_predicted_by_padding(batch: MicroBatch) -> Tensor:
-    """Find the places [B, S] where a label is that of a row's first real token, and padding predicts it.
+    """Find the places [B, S] whose prediction padding takes part in, on its left or as the predicted token.
 
-    Of `shift_labels` that is the place of the padding before the token, else the token's own. Nowhere unless the
-    micro-batch's `padding_predicts_label`.
+    Those are the tokens in and right behind padding between a row's tokens; and, if the micro-batch's
+    `padding_predicts_label`, the label of a row's first real token. Of `shift_labels` a place is the token that
+    predicts, else the predicted one.
     """
     next_BS, labels_BS = _read_next_labels(batch), batch.labels_BS
-    if not batch.padding_predicts_label or batch.action_mask_BA is not None or (next_BS is None and labels_BS is None):
-        return torch.zeros_like(batch.attention_mask_BS)
-    is_first_BS = batch.attention_mask_BS & (batch.attention_mask_BS.cumsum(dim=1) == 1)
-    is_first_BS[:, 0] = False
+    gap_BS, is_first_BS = (
+        find_padding_between_tokens(batch.attention_mask_BS),
+        torch.zeros_like(batch.attention_mask_BS),
+    )
+    has_labels = next_BS is not None or labels_BS is not None
+    if batch.padding_predicts_label and batch.action_mask_BA is None and has_labels:
+        is_first_BS = batch.attention_mask_BS & (batch.attention_mask_BS.cumsum(dim=1) == 1)
+        is_first_BS[:, 0] = False
     if next_BS is not None:
-        return F.pad(is_first_BS[:, 1:], (0, 1)) & (next_BS != IGNORED_LABEL)
-    assert labels_BS is not None
-    return is_first_BS & (labels_BS != IGNORED_LABEL)
+        return (F.pad(is_first_BS[:, 1:], (0, 1)) | gap_BS) & (next_BS != IGNORED_LABEL)
+    places_BS = is_first_BS | gap_BS | F.pad(gap_BS[:, :-1], (1, 0))
+    return (
+        places_BS if labels_BS is None or batch.action_mask_BA is not None else places_BS & (labels_BS != IGNORED_LABEL)
+    )
+
+
+def find_padding_between_tokens(real_BS: Tensor) -> Tensor:
+    """Find padding [B, S] that has real tokens of its row on both sides."""
+    num_before_BS = real_BS.cumsum(dim=1)
+    return ~real_BS & (num_before_BS > 0) & (num_before_BS < num_before_BS[:, -1:])
+
+
+def needs_captured_rows(batch: MicroBatch) -> bool:
+    """Tell whether joined rows would lose padding between a row's tokens that the job's model was fed.
+
+    A trainer's own actor may itself join rows, without any padding of theirs.
+    """
+    return not is_of_trainers_actor(batch) and bool(find_padding_between_tokens(batch.attention_mask_BS).any())
 
 
 def _choose_predictors(predictor_N: Tensor, batch: MicroBatch, row_N: Tensor, token_N: Tensor) -> Tensor:

@@ -203,6 +203,14 @@ def _check_outside_mask(traits: Sequence[TokenTraits], subject: LintSubject) -> 
 
     What pads is an id that at least half of them are, else the config's if some are that one.
     """
+    if between := sum(tokens.num_between for tokens in traits):
+        yield LintRemark(
+            topic="mask",
+            text=f"{pluralise(between, 'token')} outside the attention mask {'is' if between == 1 else 'are'} between "
+            "the tokens of a row, which do not see them. Is the pad id a token of the texts, such as their end?",
+            weight=Weight.WRONG_TOKENS,
+            cause=CauseName.MASK,
+        )
     others = total = 0
     examples: dict[int, None] = {}
     for tokens in traits:

@@ -32,7 +32,7 @@ from replay.verdict.random_draws import RandomDraws
 from replay.verdict.recorded_pass import list_job_dtypes
 
 DTYPES = {"bfloat16": Dtype.BF16, "float16": Dtype.FP16}
-PADDING_PREDICTS_LABEL = "padding on the left predicts labels of the job's loss"
+PADDING_PREDICTS_LABEL = "padding before or between the tokens of its rows predicts some of them"
 
 
 def choose_from_job(

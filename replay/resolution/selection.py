@@ -9,7 +9,7 @@ from heapq import merge
 from itertools import chain, groupby, islice
 from pathlib import Path
 
-from actor_init.inputs.packing import count_action_tokens, count_predicted_by_padding
+from actor_init.inputs.packing import count_action_tokens, count_predicted_by_padding, needs_captured_rows
 from actor_init.spec import UsageError
 from capture.black_box.incidents import Incident, read_incidents
 from capture.facts import Setting
@@ -69,7 +69,8 @@ class Selection:
     not_recorded         numbers of training passes that the recording could not keep, by the reason
     grad_accumulation    as requested, else the number that reproduces the job's windows
     has_job_windows      that number was found in the captures
-    padding_predicts_label  padding predicts a label of the loss, so that rows have to be padded as captured
+    padding_predicts_label  padding predicts a label of the loss, or stands between the tokens of a row, so that
+                   rows have to be padded as captured
     is_whole             all passes of the kind that --passes selects are replayed, those of every rank
     recording            which recording of the folder is replayed; None with --input-file
     """
@@ -164,6 +165,8 @@ class CaptureReader:
             is_recorded = self.loss == LossName.AUTO and name_loss(self.loss, batch) == LossName.STAND_IN
             with_labels = with_loss_targets_as_labels(batch) if is_recorded else of_loss
             num_after_padding = count_predicted_by_padding(with_labels) if self.padding_predicts_label else 0
+            # Whether or not it predicts a label.
+            num_after_padding += needs_captured_rows(batch)
             return count_action_tokens(of_loss), num_after_padding
         except CaptureError:
             return 0, 0

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from actor_init.inputs.documents import BORDER_NAMES, Documents, find_documents, gives_positions
+from actor_init.inputs.packing import find_padding_between_tokens
 from capture.file_format.capture_file import ACTION_MASK, CapturedCall
 from capture.file_format.micro_batch import IGNORED_LABEL, LOSS_GRADIENTS, CaptureError, MicroBatch, move_to_tokens
 from replay.verdict.special_tokens import SpecialTokens
@@ -63,6 +64,7 @@ class TokenTraits:
     has_mask           the job gave an attention mask
     largest_id         the largest id of all tokens, padding included
     num_padding        tokens outside the attention mask
+    num_between        those of them that have real tokens of their row on both sides
     padding_ids        the commonest ids of these, with their numbers
     has_shifted_labels the labels are those of `shift_labels`, which stand beside the token that predicts them
     num_labels         labels that count
@@ -94,6 +96,7 @@ class TokenTraits:
     has_mask: bool
     largest_id: int
     num_padding: int = 0
+    num_between: int = 0
     padding_ids: Mapping[int, int] = field(default_factory=dict)
     has_shifted_labels: bool = False
     num_labels: int = 0
@@ -147,6 +150,7 @@ def read_token_traits(call: CapturedCall, batch: MicroBatch, special_tokens: Spe
         has_mask="attention_mask" in call.tensors,
         largest_id=int(ids_BS.max()),
         num_padding=len(padding_T),
+        num_between=int(find_padding_between_tokens(real_BS).sum()),
         padding_ids=_count_commonest_ids(padding_T),
         has_shifted_labels=has_shifted_labels,
         **({} if labels_BS is None else _describe_labels(labels_BS, ids_BS, real_BS, has_shifted_labels)),

@@ -97,8 +97,8 @@ def test_one_text_is_one_document_and_keeps_its_positions(position_ids: Any, mas
 
 
 def test_positions_that_jump_within_a_text_are_replayed_in_padded_rows_alone() -> None:
-    batch = batch_of(1, 6, mask=[[1, 1, 0, 0, 1, 1]], position_ids=[[0, 1, 2, 3, 4, 5]])
-    assert prepare_inputs(batch, packing=False).position_ids.tolist() == [[0, 1, 1, 1, 4, 5]]
+    batch = batch_of(1, 6, mask=[[1, 1, 1, 1, 1, 1]], position_ids=[[0, 1, 4, 5, 6, 7]])
+    assert prepare_inputs(batch, packing=False).position_ids.tolist() == [[0, 1, 4, 5, 6, 7]]
     with pytest.raises(CaptureError, match=r"jump within a text, .* Try: packing=False"):
         prepare_inputs(batch, packing=True)
 

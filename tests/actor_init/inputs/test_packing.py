@@ -1,13 +1,17 @@
 """Packed and padded rows give the log-probs that each row has alone."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from actor_init.action_log_probs import action_log_probs
 from actor_init.inputs.packing import apply_layout, pad_to, prepare_inputs
 from actor_init.model_form import DocumentBorders, Layout
 from capture.file_format.micro_batch import CaptureError, MicroBatch, Origin
+from replay.options.option_parsing import format_error_with_flags
 from tests.helpers.reference import Reference, reference_of_a_small_llama
 
 NUM_TOKENS, NUM_ACTIONS = 12, 8
@@ -22,8 +26,8 @@ ROWS = {
     "of length 1": ["......p....."],
     "one action and nothing before it": ["......a....."],
     "all real tokens actions": ["....aaaaaaaa"],
-    "with gaps in the mask": [".pp.ppaa.aa."],
     "gaps in the actions": ["ppppapaapppa"],
+    "with gaps in the mask": [".pp.ppaa.aa."],
     "without a real token, beside one with": ["............", "ppppaaaa...."],
     "of many kinds": ["....ppppaaaa", "......p.....", "ppppppppppaa", "..pppp......", "ppppaaaaaaaa"],
 }
@@ -57,16 +61,65 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
-@pytest.mark.parametrize("name", ROWS)
+# A trainer's own actor may join rows without the padding between their tokens, which rows as captured keep.
+CASES = [(name, layout) for name in ROWS for layout in LAYOUTS if (name, layout) != ("with gaps in the mask", "padded")]
+
+
+@pytest.mark.parametrize(("name", "layout_name"), CASES)
 @torch.no_grad()
-def test_rows_have_the_log_probs_they_have_alone(name: str, layout: Layout, reference: Reference) -> None:
-    batch = batch_of(ROWS[name])
+def test_rows_have_the_log_probs_they_have_alone(name: str, layout_name: str, reference: Reference) -> None:
+    batch, layout = batch_of(ROWS[name]), LAYOUTS[layout_name]
     inputs = apply_layout(prepare_inputs(batch, packing=layout.joins_rows), layout)
     found_BA = action_log_probs(reference.model.set_attn_implementation("sdpa") or reference.model, inputs)
     expected_BA = reference.log_probs(batch)
     torch.testing.assert_close(found_BA, expected_BA, rtol=1e-5, atol=1e-5)  # fp32 sums in another order
     assert torch.equal(inputs.action_mask_BA, expected_BA != 0)
+
+
+# A gap is padding between a row's tokens, as where the mask is made of ids that differ from the pad token's.
+GAPS = [".pp.ppaa.aa.", "pp..paaa.a.a"]
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])  # rotations, and a table of absolute positions
+@pytest.mark.parametrize("given", ["nothing", "labels", "shift_labels", "position_ids", "action_mask"])
+@torch.no_grad()
+def test_padding_between_tokens_is_fed_and_predicts_as_in_the_job(kind: str, given: str) -> None:
+    sizes = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 32}
+    heads = {"num_hidden_layers": 2, "num_attention_heads": 2, "initializer_range": 0.3}
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes, **heads), dtype=torch.float32).eval()
+    batch, mask_BS = batch_of(GAPS), mask_of(GAPS, "pa")
+    ids_BS, last = batch.sequences_BS, NUM_TOKENS - NUM_ACTIONS
+    positions: dict[str, Tensor] = {}
+    counted_BS = (mask_BS.cumsum(dim=1) - 1).masked_fill(~mask_BS, 1)
+    # All but each row's first real token and the padding around the row: that padding has labels in no case here.
+    is_inner_BS = (mask_BS.cumsum(1) > 0) & (mask_BS.flip(1).cumsum(1).flip(1) > 0)
+    is_target_BS = is_inner_BS & ~(mask_BS & (mask_BS.cumsum(dim=1) == 1))
+    if given == "action_mask":
+        positions = {"position_ids": counted_BS}
+        is_target_BS = torch.nn.functional.pad(mask_of(GAPS, "a")[:, last:], (last, 0))
+    else:
+        batch = replace(batch, action_mask_BA=None)
+    labels_BS = ids_BS.masked_fill(~is_target_BS, -100)
+    if given == "labels":
+        batch = replace(batch, labels_BS=labels_BS)
+    if given == "shift_labels":
+        next_BS = torch.nn.functional.pad(labels_BS[:, 1:], (0, 1), value=-100)
+        batch = replace(batch, extra_tensors={"shift_labels": next_BS})
+    if given == "position_ids":
+        positions = {"position_ids": counted_BS}
+        batch = replace(batch, extra_tensors=positions)
+    inputs = prepare_inputs(batch, packing=False)
+    assert int(inputs.action_mask_BA.sum()) == int(is_target_BS.sum())
+    found = action_log_probs(model, inputs).sum()
+    loss = model(input_ids=ids_BS, attention_mask=mask_BS.long(), labels=labels_BS, **positions).loss
+    torch.testing.assert_close(found, -loss * int(is_target_BS.sum()), rtol=1e-5, atol=1e-5)
+
+
+def test_packed_rows_with_padding_between_their_tokens_are_refused() -> None:
+    with pytest.raises(CaptureError, match="padding between the tokens of a row") as refusal:
+        prepare_inputs(replace(batch_of(GAPS), action_mask_BA=None), packing=True)
+    assert format_error_with_flags(refusal.value).endswith("Try: --no-packing")
 
 
 def test_packed_rows_hold_the_real_tokens_alone() -> None:
