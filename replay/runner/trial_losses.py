@@ -82,6 +82,11 @@ class LossTables:
     divisor: float | None
     num_tokens: int
 
+    @property
+    def num_job_labels(self) -> int:
+        """Count the labels over which the job's loss is taken to be the mean, where it was told to divide otherwise."""
+        return int(self.rows.is_label_BS[:, 1:].sum()) or self.num_tokens
+
     def sum_over(self, shift: int, is_counted_BS: Tensor) -> tuple[float, int]:
         """Sum the losses of the counted targets, each predicted `shift` places before itself; and count them."""
         num_columns = is_counted_BS.shape[1]
@@ -94,7 +99,7 @@ class LossTables:
 class LossTrial:
     """Another loss.
 
-    loss   of the pass, on the scale of the replay's: what a job with a divisor gives is a mean over `num_tokens`
+    loss   of the pass, on the scale of the job's: what a job with a divisor gives is a mean over `num_job_labels`
     says   what it is of, for `the job's loss ...`
     """
 
@@ -145,7 +150,7 @@ def _list_other_tokens(tables: LossTables) -> Iterator[LossTrial]:
         if not count or is_known or is_own:
             continue
         counted.append(place)
-        divisor = count if tables.divisor is None else tables.num_tokens
+        divisor = count if tables.divisor is None else tables.num_job_labels
         yield LossTrial(
             name=name,
             cause=CauseName.OTHER_TOKENS,
@@ -180,7 +185,7 @@ def _list_unshifted(tables: LossTables) -> Iterator[LossTrial]:
         yield LossTrial(
             name="not shifted",
             cause=CauseName.OTHER_TOKENS,
-            loss=total / (count if tables.divisor is None else tables.num_tokens),
+            loss=total / (count if tables.divisor is None else tables.num_job_labels),
             says=f"is over {pluralise(count, 'token')} that predict themselves: its labels are not shifted",
             try_next=MEND_LABELS,
         )
@@ -195,9 +200,9 @@ def _list_other_functions(tables: LossTables) -> Iterator[LossTrial]:
     counts_B = is_label_BS.sum(dim=1)
     sums_B = losses_BS.sum(dim=1)
     means_B = sums_B[counts_B > 0] / counts_B[counts_B > 0]
-    # What a job with a divisor gives is multiplied by the divisor and divided by the number of tokens before it is
+    # What a job with a divisor gives is multiplied by the divisor and divided by the number of labels before it is
     # compared.
-    scale = 1.0 if tables.divisor is None else tables.divisor / tables.num_tokens
+    scale = 1.0 if tables.divisor is None else tables.divisor / tables.num_job_labels
     num_rows, num_places = is_label_BS.shape[0], is_label_BS.numel()
     variants = [
         ("mean of rows' means", float(means_B.mean()), "is the mean of its rows' means, not of its tokens"),
@@ -229,7 +234,7 @@ def _list_other_functions(tables: LossTables) -> Iterator[LossTrial]:
         ]
     for name, loss, says in variants:
         yield LossTrial(name=name, cause=CauseName.OBJECTIVE, loss=loss, says=says, try_next=MEND_LOSS)
-    if tables.divisor is not None and tables.divisor != tables.num_tokens:
+    if tables.divisor is not None and tables.divisor != tables.num_job_labels:
         yield LossTrial(
             name="own mean",
             cause=CauseName.OBJECTIVE,

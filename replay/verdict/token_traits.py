@@ -301,7 +301,9 @@ def _read_row(
 def _describe_labels(labels_BS: Tensor, ids_BS: Tensor, real_BS: Tensor, has_shifted: bool) -> dict[str, Any]:
     counts_BS = labels_BS != IGNORED_LABEL
     values = labels_BS[counts_BS]
-    is_padding_BS = _predicts_padding(real_BS) if has_shifted else ~real_BS
+    # The model sees nothing of padding between a row's tokens, and computes its labels as any other's.
+    row_BS = real_BS | find_padding_between_tokens(real_BS)
+    is_padding_BS = _predicts_padding(row_BS) if has_shifted else ~row_BS
     last = [pair for pair in map(_find_last_label, labels_BS, ids_BS, real_BS) if pair is not None and has_shifted]
     return {
         "num_labels": len(values),

@@ -123,6 +123,17 @@ def test_a_mask_that_leaves_out_real_tokens_is_told_by_the_padding_that_most_mas
     assert say([make_pass(change(cut, input_ids=torch.arange(1, 41).view(2, 20)))]) == []  # nothing says what pads
 
 
+def test_padding_between_the_tokens_of_a_row_is_said_and_its_labels_are_not_of_padding() -> None:
+    rows = make_rows([20, 12])
+    rows["labels"] = rows["input_ids"].masked_fill(rows["attention_mask"] == 0, IGNORED)
+    rows["attention_mask"][0, 5:8] = 0
+    texts = say([make_pass(rows)])
+    assert [text for text in texts if text.startswith("labels")] == []
+    assert any(
+        text.startswith("mask: 3 tokens outside the attention mask are between the tokens of a row") for text in texts
+    )
+
+
 def test_shifted_labels_of_padding_are_said_and_the_one_beside_the_last_token_is_not_of_padding() -> None:
     rows = make_rows([9, 12])
     ids_BS = rows["input_ids"]
