@@ -30,6 +30,7 @@ def check_tokens(subject: LintSubject) -> Iterator[LintRemark]:
     traits = [recorded.tokens for recorded in subject.trained if recorded.tokens is not None]
     yield from _check_loss_gradients(traits)
     yield from _check_loss_mask(traits)
+    yield from _check_left_out(traits)
     yield from _check_targets(traits)
     yield from _check_unlabelled(traits)
     yield from _check_padding(traits, subject)
@@ -70,6 +71,20 @@ def _check_loss_mask(traits: Sequence[TokenTraits]) -> Iterator[LintRemark]:
             "mask that the job gave for it: is the mask of other places, or not applied?",
             weight=Weight.WRONG_TARGETS,
             cause=CauseName.OTHER_TOKENS,
+        )
+
+
+def _check_left_out(traits: Sequence[TokenTraits]) -> Iterator[LintRemark]:
+    """Say so where the job's own loss leaves tokens out at regular places inside of what it is of."""
+    spacings = Counter(tokens.left_out_spacing for tokens in traits if tokens.left_out_spacing is not None)
+    if spacings:
+        [(spacing, _)] = spacings.most_common(1)
+        number = sum(tokens.num_left_out for tokens in traits)
+        yield LintRemark(
+            topic="loss",
+            text=f"{number} positions between others that the job's loss gives a gradient have none, one every "
+            f"{spacing} tokens, in {_count(spacings.total(), len(traits))}: does each chunk of the loss lose a target?",
+            weight=Weight.WRONG_TARGETS,
         )
 
 

@@ -5,6 +5,7 @@ tokens of a row.
 """
 
 import hashlib
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -31,6 +32,8 @@ LOSS_MASKS = (ACTION_MASK, "loss_mask", "completion_mask", "response_mask", "ass
 # Fewer labels than these may be equal to other tokens by chance, and shorter rows to other rows.
 _MIN_LABELS = 8
 _MIN_ROW_TOKENS = 8
+# Fewer places without a target may be at one distance from each other by chance.
+_MIN_LEFT_OUT = 3
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -88,6 +91,9 @@ class TokenTraits:
     first_not_finite   row and position of the first of them
     num_with_gradient  positions that the job's own loss gave a gradient, in a pass with a mask of LOSS_MASKS
     num_outside_mask   those of them that are outside of it, whether it is of the tokens or of those that predict them
+    num_left_out       tokens without a gradient of the job's own loss between tokens that have one, where they stand at
+                       regular places
+    left_out_spacing   every so manieth token is one of them, in each row or in all rows together; None: there are none
     labelled_ends      ids that end rows and have a label somewhere in the pass
     bos_token_id       begins a text; None: not known
     """
@@ -120,6 +126,8 @@ class TokenTraits:
     first_not_finite: tuple[int, int] | None = None
     num_with_gradient: int = 0
     num_outside_mask: int = 0
+    num_left_out: int = 0
+    left_out_spacing: int | None = None
     labelled_ends: frozenset[int] = frozenset()
     bos_token_id: int | None = None
 
@@ -140,6 +148,7 @@ def read_token_traits(call: CapturedCall, batch: MicroBatch, special_tokens: Spe
     is_not_finite_BS = _find_not_finite(call, real_BS)
     not_finite_places = [(row, column) for row, column in is_not_finite_BS.nonzero().tolist()]
     num_with_gradient, num_outside_mask = _count_outside_mask(call, batch)
+    num_left_out, left_out_spacing = _find_left_out(batch, documents, special_tokens)
     num_of_others = num_rows_of_others = num_unlabelled = 0
     # Which tokens a loss is of is taken from its gradient where the job gave no labels. A reward may give it none.
     if labels_BS is not None and token_labels_BS is not None and labels_BS is not batch.loss_targets_BS:
@@ -168,6 +177,8 @@ def read_token_traits(call: CapturedCall, batch: MicroBatch, special_tokens: Spe
         first_not_finite=next(iter(not_finite_places), None),
         num_with_gradient=num_with_gradient,
         num_outside_mask=num_outside_mask,
+        num_left_out=num_left_out,
+        left_out_spacing=left_out_spacing,
         labelled_ends=_find_labelled_ends(rows, token_labels_BS),
         bos_token_id=special_tokens.bos_token_id,
     )
@@ -246,6 +257,35 @@ def _count_outside_mask(call: CapturedCall, batch: MicroBatch) -> tuple[int, int
     if name != ACTION_MASK:
         outside.append(has_gradient_BS & ~torch.nn.functional.pad(mask.bool(), (0, num_tokens - mask.shape[1])))
     return int(has_gradient_BS.sum()), min(int(outside_BS.sum()) for outside_BS in outside)
+
+
+def _find_left_out(
+    batch: MicroBatch, documents: Documents | None, special_tokens: SpecialTokens
+) -> tuple[int, int | None]:
+    """Count the targets that the job's loss leaves out between others, and find their spacing; 0 and None without one.
+
+    They are regular in each row where chunks are of a row's tokens, and in all rows where these are joined before. No
+    target is missed where one document or turn ends and the next begins.
+    """
+    targets_BS = batch.loss_targets_BS
+    if targets_BS is None or documents is None or targets_BS.shape[1] < 3:
+        return 0, None
+    has_target_BS = targets_BS != IGNORED_LABEL
+    is_between_BS = torch.zeros_like(has_target_BS)
+    is_between_BS[:, 1:-1] = has_target_BS[:, :-2] & has_target_BS[:, 2:] & ~documents.is_first_BS[:, 2:]
+    is_between_BS &= ~torch.isin(batch.sequences_BS, torch.tensor(sorted(special_tokens.eos_token_ids)))
+    rows, columns = is_between_BS.nonzero(as_tuple=True)
+    is_left_out = ~has_target_BS[rows, columns]
+    length = targets_BS.shape[1]
+    for places in (columns, rows * length + columns, rows * (length - 1) + columns):
+        left_out = places[is_left_out].unique()
+        if len(left_out) < _MIN_LEFT_OUT or int(is_left_out.sum()) <= _MIN_LEFT_OUT:
+            continue
+        spacing = math.gcd(*torch.diff(left_out).tolist())
+        is_regular = (places - left_out[0]) % spacing == 0
+        if spacing > 1 and torch.equal(is_regular, is_left_out):
+            return int(is_left_out.sum()), spacing
+    return 0, None
 
 
 def _predicts_padding(real_BS: Tensor) -> Tensor:

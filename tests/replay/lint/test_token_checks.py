@@ -461,3 +461,42 @@ def test_labels_of_other_rows_are_said(is_shifted: bool) -> None:
     assert say_of(labels_BS) == [
         "labels: 3 of 27 labels are not the token at their place: are they labels of other rows?"
     ]
+
+
+def lose_targets(lost_BS: Tensor) -> list[str]:
+    rows = {name: tensor for name, tensor in make_rows([40, 30]).items() if name != "labels"}
+    has_target_BS = (torch.arange(40) >= 5) & (torch.arange(40) < torch.tensor([[39], [29]]))
+    targets_BS = rows["input_ids"].roll(-1, dims=1).masked_fill(~has_target_BS | lost_BS, IGNORED)
+    return [text for text in say([make_pass(rows, notes={LOSS_TARGETS: targets_BS})]) if text.startswith("loss: ")]
+
+
+@pytest.mark.parametrize(
+    ("chunk", "length", "number"),
+    # Chunks of each row's tokens, of all rows' joined, and of all rows' without their last places, joined.
+    [(8, None, 7), (9, 40, 6), (8, 39, 7)],
+)
+def test_a_target_that_each_chunk_of_a_loss_loses_is_said(chunk: int, length: int | None, number: int) -> None:
+    columns = torch.arange(40)
+    places_BS = columns.expand(2, 40) if length is None else columns + length * torch.arange(2)[:, None]
+    is_lost_BS = places_BS % chunk == chunk - 1
+    [said] = lose_targets(is_lost_BS)
+    assert said == (
+        f"loss: {number} positions between others that the job's loss gives a gradient have none, one every {chunk} "
+        "tokens, in all 1 training pass: does each chunk of the loss lose a target?"
+    )
+    # A token of a chunk's border that is counted, or one elsewhere that is not, as where a ratio was clipped.
+    one_less_BS, one_more_BS = is_lost_BS.clone(), is_lost_BS.clone()
+    one_less_BS[tuple(is_lost_BS[:, 8:].nonzero()[0] + torch.tensor([0, 8]))] = False
+    one_more_BS[0, 20] = True
+    assert lose_targets(one_less_BS) == lose_targets(one_more_BS) == []
+
+
+def test_a_loss_that_leaves_out_what_another_document_begins_with_is_sound() -> None:
+    assert lose_targets(torch.zeros(2, 40, dtype=torch.bool)) == []
+    rows = {"input_ids": make_rows([40])["input_ids"], "position_ids": torch.arange(40)[None] % 8}
+    targets_BS = rows["input_ids"].roll(-1, dims=1).masked_fill(rows["position_ids"] == 7, IGNORED)
+    ends = {"input_ids": rows["input_ids"].masked_fill(rows["position_ids"] == 7, 900)}
+    tokens = SpecialTokens(eos_token_ids=frozenset({900}))
+    for tensors, said in ((rows, 0), (ends, 0), ({"input_ids": rows["input_ids"]}, 1)):
+        texts = say([make_pass(tensors, notes={LOSS_TARGETS: targets_BS}, special_tokens=tokens)])
+        assert len([text for text in texts if text.startswith("loss: ")]) == said
