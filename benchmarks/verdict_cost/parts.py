@@ -31,7 +31,7 @@ PARTS = {
     "replay.runner.replayer:read_call": "reading a capture",
     "replay.runner.replayer:read_recorded_pass": "what the job recorded",
     "replay.runner.replayer:WeightChecker.check": "comparing weights",
-    "replay.runner.replayer:sample_log_probs": "sampling log-probs",
+    "replay.runner.replayer:list_log_probs_at": "sampling log-probs",
     "replay.runner.replayer:StepFollower.sample_weights": "sampling weights",
     "replay.runner.replayer:run_pass": "forward and backward",
     "replay.runner.run_pass:ObserverNotifier._notify_after": "sampling gradients and state",

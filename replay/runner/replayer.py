@@ -70,11 +70,11 @@ from replay.verdict.recorded_pass import (
     ReplayedPass,
     doubt_loss_and_grad_norm,
     list_action_log_probs,
+    list_log_probs_at,
     list_modules_in_other_mode,
     read_recorded_log_probs,
     read_recorded_pass,
     read_token_positions,
-    sample_log_probs,
 )
 from replay.verdict.special_tokens import SpecialTokens
 from replay.verdict.weight_check import WeightChecker
@@ -318,10 +318,10 @@ class Replayer:
     ) -> tuple[PassRecord, ReplayedPass]:
         """Run the pass of a micro-batch. Returns `record` with its results, and what the verdict needs besides.
 
-        The pass enters the accumulation window, the micro-batch is laid out on the device, and `run_pass` runs it under
-        the observers of this run. If `run_pass` fails, the actor has to be opened again. After a pass that succeeded,
-        its results go into the record, its log-probs and samples into what the verdict needs, and details and trace are
-        written.
+        The pass is added to the accumulation window, the micro-batch is laid out on the device, and `run_pass` runs it
+        under the observers of this run. If `run_pass` fails, the actor has to be opened again. After a pass that
+        succeeded, its results go into the record, its log-probs and samples into what the verdict needs, and details
+        and trace are written.
         """
         # Samples are neighbouring elements of a gradient; a signature is its norm and elements from all over it. The
         # checker translates the job's parameter names, which its wrappers change, into this model's.
@@ -362,10 +362,10 @@ class Replayer:
         self.step_follower.count_step(inputs, self.reopenable_actor.backend)
 
         log_prob_weigher, gradient_sampler = run_observers.log_prob_weigher, run_observers.gradient
-        token_log_probs, action_log_probs = self._collect_log_probs(outcome, inputs, captured_call, batch)
+        at_recorded_positions, all_action_log_probs = self._collect_log_probs(outcome, inputs, captured_call, batch)
         replayed_pass = ReplayedPass(
-            token_log_probs=token_log_probs,
-            action_log_probs=action_log_probs,
+            log_probs_at_recorded_positions=at_recorded_positions,
+            all_action_log_probs=all_action_log_probs,
             log_prob_weights=log_prob_weigher.log_prob_weights if log_prob_weigher is not None else LogProbWeights(),
             gradient=gradient_sampler.samples if gradient_sampler is not None else None,
             state=state_sampler.samples if state_sampler is not None else {},
@@ -383,7 +383,7 @@ class Replayer:
                 self.details_folder,
                 record.index,
                 record.rank,
-                action_log_probs,
+                all_action_log_probs,
                 _locate_tokens(captured_call, batch),
             )
         # Each rank of a ring is fed an equal slice of the row.
@@ -442,7 +442,7 @@ class Replayer:
         objective_data = self._read_objective_data(captured_call, batch)
         fed_batch = with_rows_reversed(batch) if has_reversed_rows else batch
         actor_inputs = prepare_actor_inputs(fed_batch, self.spec.actor, self.model_source, self.world)
-        # In training the job may have had some modules in eval mode, or the reverse, other than the module around them.
+        # A job may train with some modules in eval mode, or with some in train mode inside a module in eval mode.
         actor_inputs = replace(
             actor_inputs, modules_in_other_mode=list_modules_in_other_mode(captured_call) if batch.trains else ()
         )
@@ -502,7 +502,7 @@ class Replayer:
     def _make_objective_loss(
         self, actor_inputs: ActorInputs, objective_data: ObjectiveData
     ) -> Callable[[Tensor], Tensor]:
-        """Return the loss of the pass as a function of its log-probs, whose rows may be reversed."""
+        """Return the loss of the pass as a function of its log-probs. Their rows may be reversed."""
         assert self._objective is not None
         objective, objective_data_on_device = self._objective, objective_data.to(self.world.device)
         has_reversed_rows, kept_logits = self.spec.inputs.reverse_rows, self._kept_logits
@@ -538,23 +538,28 @@ class Replayer:
     def _collect_log_probs(
         self, outcome: PassOutcome, inputs: PassInputs, captured_call: CapturedCall, batch: MicroBatch
     ) -> tuple[Sequence[float | None], Sequence[float | None]]:
-        """Collect the log-probs of the positions that the job recorded, and, if needed, of all action tokens."""
+        """Collect the log-probs at the positions where the job recorded some and, if needed, of all action tokens.
+
+        The second list is empty if it is not needed.
+        """
         is_reversed = inputs.has_reversed_rows
         # The job's log-probs are of the input tokens. A label may differ from the input token at its position; those
         # positions are left out.
         targets = find_targets_equal_to_input_tokens(with_rows_reversed(batch) if is_reversed else batch)
         action_mask_BA = inputs.actor_inputs.action_mask_BA
         needs_all_action_tokens = self.details_folder is not None or _has_output_of_every_token(captured_call)
-        token_log_probs = sample_log_probs(
+        at_recorded_positions = list_log_probs_at(
             outcome.log_probs_BA,
             action_mask_BA & targets.are_input_tokens_BA.to(self.world.device),
             read_token_positions(captured_call, *batch.sequences_BS.shape),
-            first=targets.first_column,
+            first_column=targets.first_column,
             is_reversed=is_reversed,
         )
         if not needs_all_action_tokens:
-            return token_log_probs, ()
-        return token_log_probs, list_action_log_probs(outcome.log_probs_BA, action_mask_BA, is_reversed=is_reversed)
+            return at_recorded_positions, ()
+        return at_recorded_positions, list_action_log_probs(
+            outcome.log_probs_BA, action_mask_BA, is_reversed=is_reversed
+        )
 
 
 def _locate_tokens(captured_call: CapturedCall, batch: MicroBatch) -> TokenPlaces:

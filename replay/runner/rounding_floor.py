@@ -317,7 +317,9 @@ def compute_floors(passes: Sequence[PassEvidence], other_passes: Sequence[PassEv
             for log_prob, other_log_prob, num_tokens in rows
             if num_tokens
         )
-        tokens = zip(replayed.token_log_probs, other_replayed.token_log_probs, strict=False)
+        tokens = zip(
+            replayed.log_probs_at_recorded_positions, other_replayed.log_probs_at_recorded_positions, strict=False
+        )
         differences.setdefault(TOKENS, []).extend(
             measure_difference(log_prob, other_log_prob)
             for log_prob, other_log_prob in tokens

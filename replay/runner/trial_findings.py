@@ -13,7 +13,7 @@ from capture.file_format.micro_batch import MicroBatch
 from replay.tolerances.job_bounds import LOG_PROBS, LOSS, TOKENS, measure_difference
 from replay.verdict.findings import Finding, VerdictSettings, compare_pass, list_dtypes
 from replay.verdict.judge import PassEvidence
-from replay.verdict.recorded_pass import list_action_log_probs, read_token_positions, sample_log_probs
+from replay.verdict.recorded_pass import list_action_log_probs, list_log_probs_at, read_token_positions
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,15 +43,15 @@ class TrialEvaluator:
         positions = read_token_positions(self.call, *self.batch.sequences_BS.shape)
         replayed = replace(
             replayed,
-            token_log_probs=sample_log_probs(
+            log_probs_at_recorded_positions=list_log_probs_at(
                 log_probs_BA,
                 prepared.action_mask_BA & is_target_BA,
                 positions,
-                first=first_column,
+                first_column=first_column,
                 is_reversed=False,
             ),
-            action_log_probs=list_action_log_probs(log_probs_BA, prepared.action_mask_BA, is_reversed=False)
-            if replayed.action_log_probs
+            all_action_log_probs=list_action_log_probs(log_probs_BA, prepared.action_mask_BA, is_reversed=False)
+            if replayed.all_action_log_probs
             else (),
         )
         return PassEvidence(replace(record, result=result), recorded, replayed)
@@ -72,7 +72,9 @@ class TrialEvaluator:
         positions = read_token_positions(self.call, *self.batch.sequences_BS.shape)
         return [
             (row, column - 1, measure_difference(job_value, value) > bound)
-            for (row, column), job_value, value in zip(positions, claim.values, replayed.token_log_probs, strict=False)
+            for (row, column), job_value, value in zip(
+                positions, claim.values, replayed.log_probs_at_recorded_positions, strict=False
+            )
             if value is not None
         ]
 
@@ -107,7 +109,9 @@ class TrialEvaluator:
         result, other_result = record.result, other.record.result
         pairs = [
             (TOKENS, number, other_number, 1)
-            for number, other_number in zip(replayed.token_log_probs, other.replayed.token_log_probs, strict=False)
+            for number, other_number in zip(
+                replayed.log_probs_at_recorded_positions, other.replayed.log_probs_at_recorded_positions, strict=False
+            )
             if number is not None and other_number is not None
         ]
         rows = zip(result.row_log_probs, other_result.row_log_probs, result.row_action_tokens, strict=False)

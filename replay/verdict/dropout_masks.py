@@ -181,14 +181,14 @@ def leave_out_other_masks(
     ]
 
 
-def judge_masks(
+def revise_findings_for_masks(
     findings: Sequence[Finding], masks: MaskComparison, recorded: RecordedPass, settings: VerdictSettings
 ) -> tuple[list[Finding], MaskComparison]:
-    """Return the findings of one pass, and what is known of its masks.
+    """Return the findings of one pass as its masks change them, and what is known of the masks then.
 
-    Where the job drew another number of random numbers there is a finding of that. In fp32 other masks change every
-    number, so where all agree, the random numbers were drawn for something else. Where a coarse dtype may hide them,
-    that is not known.
+    With other masks than the job's, findings are not judged. Where the job drew another number of random numbers there
+    is a finding of that. In fp32 other masks change every number, so where all agree, the random numbers were drawn for
+    something else. Where a coarse dtype may hide them, that is not known.
     """
     if masks.unexplained is None or not findings:
         return leave_out_other_masks(findings, [masks], settings), masks

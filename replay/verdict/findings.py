@@ -428,7 +428,7 @@ def _pair_values(
         [job_value], replay_value = claim.values, record.result.loss
         return [] if replay_value is None else [(None, job_value, replay_value, sum(record.result.row_action_tokens))]
     if claim.name in (TOKENS, ACTION_TOKENS):
-        log_probs = replayed.token_log_probs if claim.name == TOKENS else replayed.action_log_probs
+        log_probs = replayed.log_probs_at_recorded_positions if claim.name == TOKENS else replayed.all_action_log_probs
         pairs = zip(claim.values, log_probs, strict=False)
         return [
             (f"{'sampled' if claim.name == TOKENS else 'action'} token {number}", job_value, replay_value, 1)

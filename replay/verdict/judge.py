@@ -30,7 +30,7 @@ from replay.verdict.coverage import measure_coverage
 from replay.verdict.dropout_masks import (
     compare_masks,
     is_about_masks,
-    judge_masks,
+    revise_findings_for_masks,
 )
 from replay.verdict.findings import (
     Finding,
@@ -65,8 +65,8 @@ from replay.verdict.pass_verdicts import (
 from replay.verdict.pass_weights import (
     check_weights,
     choose_weights_to_show,
-    follow_weights_through_steps,
-    note_rounded_steps,
+    drop_floors_after_rounded_step,
+    infer_weights_after_steps,
 )
 from replay.verdict.pass_windows import group_into_windows
 from replay.verdict.recorded_pass import (
@@ -82,7 +82,7 @@ class PassEvidence(NamedTuple):
 
     record    the pass in the replay's log
     recorded  what the job recorded of the pass; None where the capture could not be read
-    replayed  what the replay computed in the pass that its log does not hold
+    replayed  numbers that the replay computed in the pass and does not keep in its log
     """
 
     record: PassRecord
@@ -111,8 +111,8 @@ class JudgedRun:
     ) -> Verdict:
         """Return the verdict with its causes.
 
-        trials         what came of running a wrong forward again under hypotheses
-        single_pass_gradients  of each pass of a window whose gradient is wrong, replayed alone
+        trials  what came of running a wrong forward again, with one suspected cause changed at a time
+        single_pass_gradients  of each pass of a window, replayed alone, if the window's gradient is wrong
         """
         if self.evidence is None:
             return self.verdict
@@ -132,7 +132,7 @@ def judge(passes: Sequence[PassEvidence], settings: VerdictSettings) -> Verdict:
 def judge_without_causes(passes: Sequence[PassEvidence], settings: VerdictSettings) -> JudgedRun:
     """Judge whether the replay reproduced the job, from the passes of all ranks, in the order of pass and rank.
 
-    A window is the passes, of all data ranks, that one optimizer step takes its gradient from. The plan:
+    A window is the passes, of all data ranks, whose gradients make one optimizer step. The plan:
 
     1. Compare the numbers that the job recorded of each pass with the replay's. Passes that come from several
        recordings in one folder are not judged. Where the job's own code clipped gradients, the replay's are clipped
@@ -151,13 +151,14 @@ def judge_without_causes(passes: Sequence[PassEvidence], settings: VerdictSettin
        REPRODUCED if any is reproduced, else CANNOT TELL.
     """
     indexed_passes = [(record.index, recorded) for record, recorded, _ in passes if recorded is not None]
-    # A last pass before a step whose gradients DDP did not reduce (`no_sync` left on) counts as a model difference.
+    # If DDP did not reduce the gradients of the last pass before a step (`no_sync` left on), that counts as a model
+    # difference.
     unreduced_steps = find_unreduced_step_differences([recorded for _, recorded in indexed_passes])
     model_differences = [*settings.model_differences, *unreduced_steps]
-    # An optimizer that keeps no fp32 weights rounds those that it writes, so that job and replay may have other weights
-    # after its step. The floors that were measured for passes after the first such step do not hold and are dropped
-    # here, before the passes are compared.
-    settings = note_rounded_steps(indexed_passes, replace(settings, model_differences=model_differences))
+    # An optimizer without fp32 weights rounds each weight that it writes, so after its step the weights of job and
+    # replay may differ. Floors measured for passes after the first such step do not hold. They are dropped here, before
+    # the passes are compared.
+    settings = drop_floors_after_rounded_step(indexed_passes, replace(settings, model_differences=model_differences))
     compared_passes = _compare_passes(passes, settings)
     mixed_recordings = describe_mixed_recordings(
         [(compared_pass.record, compared_pass.recorded) for compared_pass in compared_passes]
@@ -170,7 +171,7 @@ def judge_without_causes(passes: Sequence[PassEvidence], settings: VerdictSettin
     compared_passes = check_weights(compared_passes)
     compared_passes = add_window_findings(compared_passes, settings)
     if settings.stepping_actor is not None:
-        compared_passes = follow_weights_through_steps(compared_passes, settings)
+        compared_passes = infer_weights_after_steps(compared_passes, settings)
 
     compared_passes = mark_job_dropout_masks(compared_passes, settings)
     pass_verdicts = keep_worst_of_tp_and_ring_ranks(compared_passes, judge_passes(compared_passes, settings))
@@ -245,10 +246,10 @@ def _compare_passes(passes: Sequence[PassEvidence], settings: VerdictSettings) -
 
 
 def _account_for_masks(compared_pass: ComparedPass, settings: VerdictSettings) -> ComparedPass:
-    """Return the pass with what is known of its dropout masks, and with the findings as that changes them."""
+    """Return the pass with what is known of its dropout masks, and with its findings revised for that."""
     recorded = compared_pass.recorded
     masks = compare_masks(recorded, compared_pass.replayed, settings)
-    findings, masks = judge_masks(compared_pass.findings, masks, recorded, settings)
+    findings, masks = revise_findings_for_masks(compared_pass.findings, masks, recorded, settings)
     return replace(compared_pass, findings=findings, masks=masks)
 
 

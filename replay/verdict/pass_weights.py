@@ -129,11 +129,14 @@ def merge_comparisons(comparisons: Sequence[WeightComparison]) -> WeightComparis
     )
 
 
-def note_rounded_steps(passes: Sequence[tuple[int, RecordedPass]], settings: VerdictSettings) -> VerdictSettings:
-    """Return the settings with the pass from which on an optimizer that rounds its steps leaves the weights in doubt.
+def drop_floors_after_rounded_step(
+    passes: Sequence[tuple[int, RecordedPass]], settings: VerdictSettings
+) -> VerdictSettings:
+    """Drop the step floors of passes after the first step that the optimizer rounds to a coarse dtype.
 
-    After such a step no floor holds, as two trainings that differ in rounding alone part in steps of that rounding. So
-    the settings keep the step floors of the passes before it alone.
+    After such a step no floor holds, as two trainings that differ in rounding alone part in steps of that rounding. The
+    settings also get that dtype, and how many steps the job had taken before the first pass. Without such a step they
+    are returned as they are.
 
     passes  the replay's index of each pass, and what the job recorded of it
     """
@@ -147,10 +150,8 @@ def note_rounded_steps(passes: Sequence[tuple[int, RecordedPass]], settings: Ver
     return replace(settings, step_dtype=step_dtype, num_steps_before=first, step_floors=step_floors)
 
 
-def follow_weights_through_steps(
-    compared_passes: Sequence[ComparedPass], settings: VerdictSettings
-) -> list[ComparedPass]:
-    """Replace the weights of passes after a step of the replay (--step) by those of the first window.
+def infer_weights_after_steps(compared_passes: Sequence[ComparedPass], settings: VerdictSettings) -> list[ComparedPass]:
+    """Infer whether passes after a step of the replay ran on the job's weights, from the first window and the steps.
 
     Samples are compared with the weights that the replay starts from, so those of later passes tell nothing. Instead:
     where the first weights were the job's, they are the job's again after each step that equalled the job's step.
@@ -169,18 +170,18 @@ def follow_weights_through_steps(
     stepped = compare_stepped_weights(steps, compared_passes, settings)
     other_step = next((number for number, finding in stepped.items() if finding.status is FindingStatus.DIFFERS), None)
     by_end = {steps[number][-1].place: finding for number, finding in stepped.items()}
-    followed = []
+    inferred = []
     for compared_pass in compared_passes:
         num_steps = compared_pass.record.result.num_steps
         change = _explain_changed_training(compared_pass.recorded, settings)
         if (finding := by_end.get(compared_pass.place)) is not None:
             compared_pass = replace(compared_pass, step_findings=[finding])
         if not num_steps and change is None:
-            followed.append(compared_pass)
+            inferred.append(compared_pass)
             continue
         if change is None and other_step is not None and other_step < num_steps:
             differing = compared_pass.recorded.weights.differing or initial.compared
-            followed.append(replace(compared_pass, weights=replace(initial, differing=differing)))
+            inferred.append(replace(compared_pass, weights=replace(initial, differing=differing)))
             continue
         # Weights that agree after a step leave no doubt of the steps before.
         num_proven = max(
@@ -191,14 +192,14 @@ def follow_weights_through_steps(
         if other_count is not None and settings.steps_unasked:
             # The steps were followed no further, and the weights are those of an earlier step.
             differing = compared_pass.recorded.weights.differing or initial.compared
-            followed.append(replace(compared_pass, weights=replace(initial, differing=differing, doubt=other_count)))
+            inferred.append(replace(compared_pass, weights=replace(initial, differing=differing, doubt=other_count)))
             continue
         doubt = change or doubt or other_count
         if settings.why_no_floors is not None and is_coarse(list_dtypes(compared_pass.recorded, settings)):
             doubt = doubt or f"how far rounding takes two trainings apart is not known: {settings.why_no_floors}"
         weights = replace(initial, doubt=initial.doubt if doubt is None else doubt)
-        followed.append(replace(compared_pass, weights=weights))
-    return followed
+        inferred.append(replace(compared_pass, weights=weights))
+    return inferred
 
 
 def _explain_changed_training(recorded: RecordedPass, settings: VerdictSettings) -> str | None:

@@ -196,7 +196,7 @@ def read_recorded_pass(
 
 
 def list_modules_in_other_mode(call: CapturedCall) -> tuple[str, ...]:
-    """List the modules that the job had in another mode than the rest of a model that trains."""
+    """List the modules of a model that trains which had another mode, train or eval, than the module around them."""
     return () if call.training is None or not call.training["model"] else tuple(call.training["parts"])
 
 
@@ -482,8 +482,10 @@ class JobRouterLoss:
 class ReplayedPass:
     """What a replay computed of one pass.
 
-    token_log_probs   of the tokens that the job sampled; None for tokens that have no log-prob in the replay
-    action_log_probs  [B, A] in one list, None where the action mask is off; empty where the job recorded none
+    log_probs_at_recorded_positions  of the tokens where the job recorded a log-prob; None for tokens that have none in
+                      the replay
+    all_action_log_probs  [B, A] in one list, None where the action mask is off; empty unless the job recorded all of
+                      them, or details are kept
     log_prob_weights  what the log-probs weigh in the loss
     gradient          None where the pass ends no window, or the job sampled no gradient
     state             what the optimizer held before the step that follows, at the elements that the job sampled
@@ -496,8 +498,8 @@ class ReplayedPass:
     weights_before_pass  those that the pass ran on, where the job sampled them; empty before the first step
     """
 
-    token_log_probs: Sequence[float | None] = ()
-    action_log_probs: Sequence[float | None] = ()
+    log_probs_at_recorded_positions: Sequence[float | None] = ()
+    all_action_log_probs: Sequence[float | None] = ()
     log_prob_weights: LogProbWeights = LogProbWeights()
     gradient: GradientSamples | None = field(default=None)
     state: StateElements = field(default_factory=dict)
@@ -522,18 +524,18 @@ def _restore_row_order(log_probs_BA: Tensor, has_BA: Tensor, is_reversed: bool) 
     return (values_BA.flip(0), has_BA.flip(0)) if is_reversed else (values_BA, has_BA)
 
 
-def sample_log_probs(
-    log_probs_BA: Tensor, has_BA: Tensor, positions: Sequence[tuple[int, int]], *, first: int, is_reversed: bool
+def list_log_probs_at(
+    log_probs_BA: Tensor, has_BA: Tensor, positions: Sequence[tuple[int, int]], *, first_column: int, is_reversed: bool
 ) -> list[float | None]:
-    """List the log-probs of the tokens at these rows and columns; None for those that have none.
+    """List the log-probs of the tokens at these positions; None for tokens that have none.
 
     has_BA       where there is a log-prob of the row's token
     positions    row and column of each token in the captured rows [B, S]
-    first        the column of the first of the A tokens
+    first_column  of the first of the A tokens
     is_reversed  the rows are the captured ones from the last to the first
     """
     values_BA, has_BA = _restore_row_order(log_probs_BA, has_BA, is_reversed)
-    shifted = [(row, column - first) for row, column in positions]
+    shifted = [(row, column - first_column) for row, column in positions]
     return [
         float(values_BA[row, column]) if column >= 0 and bool(has_BA[row, column]) else None for row, column in shifted
     ]

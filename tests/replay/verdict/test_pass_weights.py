@@ -8,7 +8,7 @@ from actor_init.spec import ActorSpec
 from capture.file_format.optimizer_step import OptimizerStep
 from replay.tolerances.job_bounds import TOKENS, NoiseFloor
 from replay.verdict.findings import VerdictSettings, list_dtypes
-from replay.verdict.pass_weights import check_weights, note_rounded_steps
+from replay.verdict.pass_weights import check_weights, drop_floors_after_rounded_step
 from replay.verdict.recorded_pass import WeightComparison
 from tests.replay.verdict.causes.made_evidence import draw_gradients, make_window
 
@@ -37,7 +37,7 @@ def note(class_name: str) -> tuple[VerdictSettings, list[Any]]:
         stepping_actor=ActorSpec(),
         step_floors={0: FLOOR, 1: FLOOR},
     )
-    return note_rounded_steps(list(enumerate(passes)), settings), passes
+    return drop_floors_after_rounded_step(list(enumerate(passes)), settings), passes
 
 
 def test_behind_a_step_of_muon_bounds_are_those_of_bf16_and_no_floor_holds() -> None:
