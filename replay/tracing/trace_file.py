@@ -20,7 +20,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -109,33 +109,38 @@ class TraceMetadata:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TraceFile:
-    """One file, whose tensors are read as they are asked for."""
+    """One file, whose tensors are read as they are asked for.
+
+    It stays open: its list of tensors, which is long, would be read again with each of them.
+    """
 
     path: Path
     metadata: TraceMetadata
     order: list[TensorKey]
+    _file: Any = field(compare=False, repr=False)
 
     @classmethod
     def open(cls, path: Path) -> Self:
         """Open a file. Raises UsageError if it is not there, damaged, or of another format."""
         try:
-            with safe_open(path, framework="pt") as file:
-                values = json.loads((file.metadata() or {})["trace"])
+            file = safe_open(path, framework="pt")
+            values = json.loads((file.metadata() or {})["trace"])
             if values["format"] != FORMAT:
                 raise UsageError(
                     f"{path} is in format {values['format']}; this version compares traces of format {FORMAT}. "
                     "Try: the run again"
                 )
             metadata = from_json(TraceMetadata, values, source="its metadata", ignore_others=True)
-            return cls(path=path, metadata=metadata, order=[TensorKey.parse(text) for text in metadata.order])
+            return cls(
+                path=path, metadata=metadata, order=[TensorKey.parse(text) for text in metadata.order], _file=file
+            )
         except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
             raise UsageError(path, f"is not there or damaged: {error}", TRACE_AGAIN) from error
 
     def read_tensor(self, key: TensorKey | str) -> Tensor:
         """Read one tensor. Raises UsageError where the file is damaged."""
         try:
-            with safe_open(self.path, framework="pt") as file:
-                tensor: Tensor = file.get_tensor(str(key))
+            tensor: Tensor = self._file.get_tensor(str(key))
         except (OSError, SafetensorError) as error:
             raise UsageError(self.path, f"is damaged: {error}", TRACE_AGAIN) from error
         return tensor
