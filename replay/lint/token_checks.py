@@ -31,6 +31,7 @@ def check_tokens(subject: LintSubject) -> Iterator[LintRemark]:
     yield from _check_loss_gradients(traits)
     yield from _check_loss_mask(traits)
     yield from _check_left_out(traits)
+    yield from _check_actions(traits)
     yield from _check_targets(traits)
     yield from _check_unlabelled(traits)
     yield from _check_padding(traits, subject)
@@ -84,6 +85,17 @@ def _check_left_out(traits: Sequence[TokenTraits]) -> Iterator[LintRemark]:
             topic="loss",
             text=f"{number} positions between others that the job's loss gives a gradient have none, one every "
             f"{spacing} tokens, in {_count(spacings.total(), len(traits))}: does each chunk of the loss lose a target?",
+            weight=Weight.WRONG_TARGETS,
+        )
+
+
+def _check_actions(traits: Sequence[TokenTraits]) -> Iterator[LintRemark]:
+    if idle := sum(tokens.num_idle_actions for tokens in traits):
+        total = sum(tokens.num_actions for tokens in traits)
+        yield LintRemark(
+            topic="action mask",
+            text=f"{idle} of {pluralise(total, 'action token')} are padding, outside the attention mask or behind the "
+            "first token that ends a row's text: does the loss count them?",
             weight=Weight.WRONG_TARGETS,
         )
 

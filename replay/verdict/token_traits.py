@@ -32,6 +32,8 @@ LOSS_MASKS = (ACTION_MASK, "loss_mask", "completion_mask", "response_mask", "ass
 # Fewer labels than these may be equal to other tokens by chance, and shorter rows to other rows.
 _MIN_LABELS = 8
 _MIN_ROW_TOKENS = 8
+# One other token may follow an end, as the end of a line; a run of one id from this length on is padding.
+_MIN_PADDING = 4
 # Fewer places without a target may be at one distance from each other by chance.
 _MIN_LEFT_OUT = 3
 
@@ -91,6 +93,8 @@ class TokenTraits:
     first_not_finite   row and position of the first of them
     num_with_gradient  positions that the job's own loss gave a gradient, in a pass with a mask of LOSS_MASKS
     num_outside_mask   those of them that are outside of it, whether it is of the tokens or of those that predict them
+    num_actions        tokens of the action mask
+    num_idle_actions   those of them outside of the attention mask, or in the padding behind the end of a row's text
     num_left_out       tokens without a gradient of the job's own loss between tokens that have one, where they stand at
                        regular places
     left_out_spacing   every so manieth token is one of them, in each row or in all rows together; None: there are none
@@ -126,6 +130,8 @@ class TokenTraits:
     first_not_finite: tuple[int, int] | None = None
     num_with_gradient: int = 0
     num_outside_mask: int = 0
+    num_actions: int = 0
+    num_idle_actions: int = 0
     num_left_out: int = 0
     left_out_spacing: int | None = None
     labelled_ends: frozenset[int] = frozenset()
@@ -177,6 +183,8 @@ def read_token_traits(call: CapturedCall, batch: MicroBatch, special_tokens: Spe
         first_not_finite=next(iter(not_finite_places), None),
         num_with_gradient=num_with_gradient,
         num_outside_mask=num_outside_mask,
+        num_actions=0 if batch.action_mask_BA is None else int(batch.action_mask_BA.sum()),
+        num_idle_actions=_count_idle_actions(batch, special_tokens),
         num_left_out=num_left_out,
         left_out_spacing=left_out_spacing,
         labelled_ends=_find_labelled_ends(rows, token_labels_BS),
@@ -257,6 +265,30 @@ def _count_outside_mask(call: CapturedCall, batch: MicroBatch) -> tuple[int, int
     if name != ACTION_MASK:
         outside.append(has_gradient_BS & ~torch.nn.functional.pad(mask.bool(), (0, num_tokens - mask.shape[1])))
     return int(has_gradient_BS.sum()), min(int(outside_BS.sum()) for outside_BS in outside)
+
+
+def _count_idle_actions(batch: MicroBatch, special_tokens: SpecialTokens) -> int:
+    """Count the tokens of the action mask that are no text: masked as padding, or padding behind a row's first end.
+
+    What follows an end is padding where nothing else comes in the row. A talk of several turns has other tokens there.
+    """
+    if batch.action_mask_BA is None:
+        return 0
+    num_actions = batch.action_mask_BA.shape[1]
+    ids_BA, real_BA = batch.sequences_BS[:, -num_actions:], batch.attention_mask_BS[:, -num_actions:]
+    number = int((batch.action_mask_BA & ~real_BA).sum())
+    ends = special_tokens.eos_token_ids
+    for ids_A, real_A, actions_A in zip(ids_BA.tolist(), real_BA.tolist(), batch.action_mask_BA.tolist(), strict=True):
+        first = next((place for place, id_ in enumerate(ids_A) if id_ in ends and actions_A[place]), num_actions)
+        behind = {*ids_A[first + 1 :]} - ends
+        # A config may name no padding, or another one than the tokenizer's.
+        is_padding = behind <= {special_tokens.pad_token_id} or (
+            len(behind) == 1 and num_actions - first > _MIN_PADDING
+        )
+        if is_padding:
+            behind_end = zip(actions_A[first + 1 :], real_A[first + 1 :], strict=True)
+            number += sum(is_action and is_real for is_action, is_real in behind_end)
+    return number
 
 
 def _find_left_out(

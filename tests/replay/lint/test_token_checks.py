@@ -500,3 +500,42 @@ def test_a_loss_that_leaves_out_what_another_document_begins_with_is_sound() -> 
     for tensors, said in ((rows, 0), (ends, 0), ({"input_ids": rows["input_ids"]}, 1)):
         texts = say([make_pass(tensors, notes={LOSS_TARGETS: targets_BS}, special_tokens=tokens)])
         assert len([text for text in texts if text.startswith("loss: ")]) == said
+
+
+def mask_actions(ids_A: list[int], actions_A: list[int], real_A: list[int] | None = None) -> list[str]:
+    """What is said of a row of five prompt tokens and these actions, whose texts end in 900 and are padded with 0."""
+    rows = {
+        "input_ids": torch.tensor([[11, 12, 13, 14, 15, *ids_A]]),
+        "attention_mask": torch.tensor([[1] * 5 + (real_A or [1] * len(ids_A))]),
+    }
+    tokens = SpecialTokens(pad_token_id=PAD, eos_token_ids=frozenset({900}))
+    recorded = make_pass(rows, notes={"action_mask": torch.tensor([actions_A])}, special_tokens=tokens)
+    return [text for text in say([recorded]) if text.startswith("action mask")]
+
+
+@pytest.mark.parametrize(
+    ("ids_A", "actions_A", "real_A", "number"),
+    [
+        ([21, 22, 900, PAD, PAD, PAD], [1, 1, 1, 1, 1, 1], None, 3),
+        ([21, 22, 900, PAD, PAD, PAD], [1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 0, 0], 3),
+        # Padding of an id that no config names, and padding with the end of a text.
+        ([21, 900, 77, 77, 77, 77], [1, 1, 1, 1, 1, 1], None, 4),
+        ([21, 22, 900, 900, 900, 900], [1, 1, 1, 1, 1, 1], None, 3),
+        # No text ends here: the mask of attention alone says what is padding.
+        ([21, 22, 23, PAD, PAD, PAD], [1, 1, 1, 1, 1, 1], [1, 1, 1, 0, 0, 0], 3),
+        # Sound: the actions end with the text, or at the longest allowed length, or a next turn comes, or a line's end.
+        ([21, 22, 900, PAD, PAD, PAD], [1, 1, 1, 0, 0, 0], [1, 1, 1, 0, 0, 0], 0),
+        ([21, 22, 900, PAD, PAD, PAD], [1, 1, 1, 0, 0, 0], None, 0),
+        ([21, 22, 23, 24, PAD, 25], [1, 1, 1, 1, 1, 1], None, 0),
+        ([21, 900, 31, 32, 22, 900], [1, 1, 0, 0, 1, 1], None, 0),
+        ([21, 22, 23, 24, 900, 31], [1, 1, 1, 1, 1, 1], None, 0),
+    ],
+)
+def test_an_action_mask_of_padding_is_said(
+    ids_A: list[int], actions_A: list[int], real_A: list[int] | None, number: int
+) -> None:
+    said = (
+        f"action mask: {number} of 6 action tokens are padding, outside the attention mask or behind the first token "
+        "that ends a row's text: does the loss count them?"
+    )
+    assert mask_actions(ids_A, actions_A, real_A) == ([said] if number else [])
