@@ -24,6 +24,7 @@ SAME_COSINE = {False: 0.9999, True: 0.9}
 class WrongGradient:
     """The first window whose gradient is another one, with the gradients of its parameters.
 
+    is_first     no number before it is wrong; else it may be one of other weights, which an earlier step left
     is_coarse    rounding in a 16-bit dtype lies between the two
     norm_bounds  by parameter, how far rounding takes its norm from the job's, relatively
     """
@@ -31,6 +32,7 @@ class WrongGradient:
     verdict: PassVerdict
     window: Sequence[ComparedPass]
     gradient: GradientEvidence
+    is_first: bool
     is_coarse: bool
     norm_bounds: Mapping[str, float]
 
@@ -51,12 +53,16 @@ class WrongGradient:
     def is_sure(self, parameters: Iterable[ComparedGradient], factor: float = 1.0, *, is_off: bool) -> bool:
         """Tell whether these are surely off `factor` times the replay's gradient, or surely are that, each by itself.
 
-        In fp32 that is sure wherever a rule finds it. In a coarser dtype a parameter's rounding has to allow no other
-        answer: what is known of several parameters together alone may be one error that they share.
+        In fp32 that is sure wherever a rule finds it, on the job's weights. In a coarser dtype a parameter's rounding
+        has to allow no other answer: what is known of several parameters together alone may be one error that they
+        share.
         """
-        return not self.is_coarse or all(
-            (self._measure_distance(parameter, factor) > self.norm_bounds[parameter.name]) is is_off
-            for parameter in parameters
+        return self.is_first and (
+            not self.is_coarse
+            or all(
+                (self._measure_distance(parameter, factor) > self.norm_bounds[parameter.name]) is is_off
+                for parameter in parameters
+            )
         )
 
     def _measure_distance(self, parameter: ComparedGradient, factor: float) -> float:
@@ -96,6 +102,7 @@ def find_wrong_gradient(evidence: CauseEvidence) -> WrongGradient | None:
         verdict=verdict,
         window=window,
         gradient=gradient,
+        is_first=evidence.first_wrong is verdict,
         is_coarse=is_coarse(dtypes),
         norm_bounds={name: compute_norm_bound(bound, dtypes) for name, bound in bounds.items()},
     )

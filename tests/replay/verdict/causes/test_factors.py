@@ -70,6 +70,7 @@ def make_wrong(
         verdict=make_verdict(0, [], optimizer_step=0),
         window=window,
         gradient=GradientEvidence(parameters=gradients),
+        is_first=True,
         is_coarse=is_coarse,
         norm_bounds=dict.fromkeys(gradients, 0.1),
     )

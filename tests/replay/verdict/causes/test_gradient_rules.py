@@ -9,14 +9,16 @@ from replay.tolerances.job_bounds import GRAD_NORM, GRADIENT, NoiseFloor, name_s
 from replay.verdict.causes.cause import CauseName, Sureness
 from replay.verdict.causes.table import find_causes
 from replay.verdict.dropout_masks import PROVEN_MASKS
+from replay.verdict.findings import make_finding
 from replay.verdict.gradient_findings import UNKNOWN_OBJECTIVE
 from replay.verdict.model_facts import ModelDifference, ModelDifferenceKind
-from replay.verdict.recorded_pass import MISSING_GRADIENT
+from replay.verdict.recorded_pass import MISSING_GRADIENT, OPTIMIZER
 from tests.replay.verdict.causes.made_evidence import (
     NAMES,
     Gradients,
     draw_gradients,
     make_gradient_evidence,
+    make_verdict,
     make_window,
     measure_norm,
     scale_gradients,
@@ -51,6 +53,18 @@ def test_what_is_wrong_with_a_gradient_of_one_rank(job: Gradients, name: CauseNa
     assert (cause.name, cause.sureness) == (name, Sureness.IS)
     assert words in cause.sentence
     assert "since the job's step 1" in cause.sentence
+
+
+def test_a_factor_behind_a_step_that_was_another_one_is_no_cause_of_its_own() -> None:
+    """Its gradient is of other weights, as where the job clips and the replay does not."""
+    windows = [make_window([SOUND], SOUND), make_window([scale_gradients(SOUND, 0.9988, "embed")], SOUND, index=1)]
+    evidence = make_gradient_evidence(*windows)
+    assert find_causes(evidence)[0].sureness is Sureness.IS
+    step = make_finding(OPTIMIZER, 1.0, 0.0, difference=1.0, bound=0.1)
+    step = replace(step, values_as_text="clipped to 1 in the job, to nothing here")
+    first = make_verdict(0, [step], optimizer_step=0)
+    causes = find_causes(replace(evidence, verdicts=[first, *evidence.verdicts]))
+    assert [cause.name for cause in causes] == [CauseName.CLIPPING]
 
 
 @pytest.mark.parametrize(("factor", "sureness"), [(1.3, Sureness.PROBABLY), (3.0, Sureness.IS)])
