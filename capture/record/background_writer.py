@@ -33,13 +33,13 @@ ItemT = TypeVar("ItemT")
 
 
 class _Wakeup(Enum):
-    """Stands for an item where the thread woke up without one; an Enum, so that a type checker tells it from items."""
+    """Sentinel that `_wait_for_work` returns instead of an item; an Enum, so that a type checker tells them apart."""
 
     DEADLINE_REACHED = auto()
 
 
 class Deadline(Protocol):
-    """A deadline that is not the writer's own, such as that of the job's step; the thread watches it as it waits."""
+    """A deadline of another part, such as one for the job's step; the writer's thread watches it while it waits."""
 
     def seconds_left(self) -> float | None:
         """Return the seconds that are left, 0 once it is reached; None while there is no deadline.
@@ -229,7 +229,7 @@ class BackgroundWriter(Generic[ItemT]):
 
     def _run(self) -> None:
         while True:
-            # What is raised stops writing, and with that `_wait_for_work` returns None.
+            # An exception stops writing. After that `_wait_for_work` returns None.
             try:
                 if (next_work := self._wait_for_work()) is None:
                     break

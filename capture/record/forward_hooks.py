@@ -29,8 +29,8 @@ def _do_nothing(*_: Any) -> None:
 class ForwardHooks:
     """Calls `on_begin` before each forward that the job itself calls, and `on_end` after that forward.
 
-    After a forward that was ended by something that is no `Exception`, such as KeyboardInterrupt, torch calls no hook,
-    and so `on_end` is not called.
+    If a KeyboardInterrupt, or something else that is no `Exception`, ends a forward, torch calls no hook after it, and
+    so `on_end` is not called.
 
     on_begin  is given the module, its positional arguments and its keyword arguments
     on_end    is given an output and an error. The output is None if the forward raised. The error was raised by the
@@ -76,8 +76,8 @@ class ForwardHooks:
         if not self._may_be_call_of_job():
             return
         # torch does not call `after_forward` where a forward raised KeyboardInterrupt, and in a notebook the process
-        # goes on after that. Then `_depth` was never counted down. That shows in the frame of the outermost forward,
-        # which is no longer on the stack.
+        # goes on after that. Then `_depth` was never counted down, but the frame of the outermost forward is no longer
+        # on the stack.
         if self._depth > 0 and not _is_running(self._outermost_frame):
             self._depth = 0
         self._depth += 1

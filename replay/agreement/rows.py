@@ -84,7 +84,7 @@ class ParityLog:
     rows: list[ParityRow] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.campaign.must_run_again = _has_failed_run
+        self.campaign.may_succeed_alone = _has_failed_run
         self.rows = [ParityRow(cell=cell) for cell in self.campaign.plan.cells]
         for number, planned_run in enumerate(self.planned_runs):
             if (finished := self.campaign.find_ended(planned_run)) is not None:

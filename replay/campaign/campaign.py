@@ -14,7 +14,7 @@ knows more of the result:
 There `job` is the digest of the planned run; it is not the training that was recorded.
 
 `--continue` asks for the same planned runs again. Those in the journal come back without a run, except those that
-ran beside others and have to run again (`Campaign.must_run_again`).
+ran beside others and have to run again (`Campaign._must_run_again`).
 """
 
 import hashlib
@@ -81,7 +81,7 @@ class PlannedRun:
         return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
-def was_cut_short(process_result: ProcessResult) -> bool:
+def ended_without_answer(process_result: ProcessResult) -> bool:
     """Did the replay end without an answer, by a signal or its time limit?
 
     Exit codes 0, 1 (it ran and reports a failure) and 2 (it refused its options) are answers.
@@ -92,7 +92,7 @@ def was_cut_short(process_result: ProcessResult) -> bool:
 class EndedRun(NamedTuple):
     """How a planned run ended.
 
-    One that has to run again (`Campaign.must_run_again`) is reported as new each time it runs.
+    One that has to run again (`Campaign._must_run_again`) is reported as new each time it runs.
 
     position   of the planned run among those that the command asked for
     ran_alone  no other planned run ran on the machine; otherwise its times mean nothing. On Ray always False
@@ -141,11 +141,12 @@ class Campaign(Generic[PlanT]):
     command_name  such as `scan`
     command_line  what a user types to repeat the campaign
     machine     the devices on which the campaign was begun
-    plan        from which the command makes its planned runs; read and written as JSON
-    versions    of the libraries with which the campaign was begun
+    plan        what the command makes its planned runs from; read and written as JSON
+    versions    of the libraries when the campaign was begun
     result      what the command knows of its answer so far: a dataclass or a mapping, written as JSON
-    must_run_again  judges whether a planned run that ended while others ran beside it has to run again. Default: only
-                    a run that was cut short. Exit code 1 (the replay reports a failure) counts as an answer
+    may_succeed_alone  judges by its result whether a planned run that ended while others ran beside it might succeed
+                alone, and so has to run again. Default: only one that ended without an answer; exit code 1 (the replay
+                reports a failure) is an answer
     """
 
     folder: Path
@@ -155,7 +156,7 @@ class Campaign(Generic[PlanT]):
     plan: PlanT
     versions: Mapping[str, str | None] = field(default_factory=list_versions)
     result: Any = None
-    must_run_again: Callable[[ProcessResult], bool] = was_cut_short
+    may_succeed_alone: Callable[[ProcessResult], bool] = ended_without_answer
     _lines_by_digest: dict[str, _JournalLine] = field(default_factory=dict)
     _task_runner: RunTasks | None = None
     _runs_are_alone: bool = True
@@ -276,7 +277,7 @@ class Campaign(Generic[PlanT]):
     def find_ended(self, planned_run: PlannedRun, position: int = 0) -> EndedRun | None:
         """Return how a planned run ended, by the journal.
 
-        None if it has not ended, or if it has to run again since others ran beside it (`must_run_again`).
+        None if it has not ended, or if it has to run again (`_must_run_again`).
 
         position  of the planned run among those that the command asked for, copied into the result
         """
@@ -287,10 +288,16 @@ class Campaign(Generic[PlanT]):
         process_result = ProcessResult(
             exit_code=line.exit_code, seconds=line.seconds, output=attempt_folder / OUTPUT, logs=attempt_folder
         )
-        # The others may have taken the memory or the time that it lacked: alone it might succeed.
-        if not line.ran_alone and self.must_run_again(process_result):
+        if self._must_run_again(line, process_result):
             return None
         return EndedRun(position, process_result, line.ran_alone, is_new=False)
+
+    def _must_run_again(self, line: _JournalLine, process_result: ProcessResult) -> bool:
+        """Has a planned run that has ended to run again?
+
+        Only if others ran beside it: they may have taken the memory or the time that it lacked.
+        """
+        return not line.ran_alone and self.may_succeed_alone(process_result)
 
     def forget(self, planned_run: PlannedRun) -> None:
         """Forget, in this process, the result of a planned run, so that it runs again.
@@ -393,7 +400,7 @@ class Interruption:
 def catch_interruption() -> Iterator[Interruption]:
     """Leave the block on Ctrl-C or SIGTERM, so that the caller reports the results so far.
 
-    Planned runs that run are ended first: Python closes the generator of `Campaign.run_all` as it leaves the loop.
+    Planned runs in progress are ended first: Python closes the generator of `Campaign.run_all` as it leaves the loop.
     """
     interruption = Interruption()
     try:

@@ -228,8 +228,9 @@ def _choose_kernel_and_layout(
 def choose_loss(spec: ReplayParts, selection: Selection, first_call: CapturedCall | None) -> ResolvedChoice:
     """Choose the loss.
 
-    It is what was typed; else the objective whose tensors the job noted in every training pass, or which the gradient
-    of its logits gives, if nothing is against it; else sft, if the first capture has labels; else the stand-in.
+    It is what was typed. Else it is the job's objective, if no option is against it: the job gave its tensors to
+    `recorder.note` in every training pass, or the gradient of its logits shows it. Else it is sft, if the first capture
+    has labels; else the stand-in.
     """
     loss = spec.measure.loss
     if loss != LossName.AUTO:
@@ -311,7 +312,7 @@ def _explain_attention(probed: _KernelAndLayout, kernel_name: str, typed: ActorS
 def _finalize_packing_choice(
     job_choices: Sequence[ResolvedChoice], actor: ActorSpec, layout: Layout
 ) -> Iterator[ResolvedChoice]:
-    """Yield the choices, among them that of packing as the probe leaves it, with who decided it and why."""
+    """Yield the choices. That of packing has the value that the probe left it, with who decided it and why."""
     for choice in job_choices:
         yield _explain_packing(choice, actor, layout) if choice.setting == PACKING else choice
 

@@ -357,7 +357,7 @@ class Replayer:
             raise
         self.window.count_pass(runs_backward=inputs.runs_backward)
         self._is_pass_counted = True
-        # Steps without --step make optimizer state, whose memory is no part of what the pass costs.
+        # Steps without --step make optimizer state. Its memory is no part of what the pass costs.
         cost = self.step_follower.subtract_optimizer_state_bytes(outcome.cost)
         self.step_follower.count_step(inputs, self.reopenable_actor.backend)
 

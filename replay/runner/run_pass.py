@@ -86,8 +86,8 @@ class PassInputs:
     window_factor        a further factor: `grad_accumulation` divided by the number of passes that a data rank has in
                          this window. The backend divides by `grad_accumulation`, even in a window of fewer passes
     window_end           whether an accumulation window ends with this pass, and whether it is complete
-    frozen               names of parameters that the job did not train in this window. The backward computes their
-                         gradients too; they are dropped after the last backward of a complete window
+    frozen               names of parameters that the job did not train in this window. The backward computes gradients
+                         of them too, which are dropped after the last backward of a complete window
     step_timing          whether the optimizer steps, and when; NONE unless a complete window ends
     step_settings        settings of the optimizer in that step; None: as the spec says
     random_states        what the random generators are set to before the forward; empty: they are left as they are

@@ -12,7 +12,7 @@ replay's number. It agrees within its bound, or it differs, or it is unsettled o
 why. The outcome is DIFFERS only where nothing else explains the difference: the weights are known to be the job's, and
 both computed the same quantity. Where there is a doubt, the outcome is UNSETTLED or CANNOT TELL.
 
-`floors` are how far apart two replays are that differ in rounding alone; a step floor is that of passes after a step.
+`floors` are how far apart two replays are that differ in rounding alone; a step floor is for passes after a step.
 """
 
 from collections import Counter
