@@ -111,7 +111,7 @@ class _JournalLine:
 
     job        digest of the planned run. The journal's key is the attribute's name, so this keeps the name
     exit_code  None: it did not end within its time limit
-    attempt    folder of its last attempt, relative to the campaign's folder; it lies in that of `PlannedRun.home`
+    attempt    folder of its last attempt, below `PlannedRun.home`; relative to the campaign's folder
     """
 
     job: str

@@ -175,7 +175,7 @@ def resolve(
 def _find_model(
     spec: ReplayParts, selection: Selection, first_call: CapturedCall | None, world: World
 ) -> tuple[ModelSource, WeightChecker, int | None]:
-    """Find the model and what of it the job froze, on all ranks together.
+    """Find the model, and which of its parameters the job froze, on all ranks together.
 
     Returns the model's source; a checker of its weights; and the job's first forward that trained other parameters than
     this run trains (None: there is none).
@@ -397,7 +397,7 @@ def _choose_clip_high_default(spec: ReplayParts) -> Iterator[ResolvedChoice]:
 
 
 def _apply_to_part(part: PartT, name: str, choices: Sequence[ResolvedChoice]) -> PartT:
-    """Return `part` with the values of those choices that are settings of it.
+    """Return `part` with the values that the choices give to its settings.
 
     part  of a spec (`ReplayParts`); `name` is its field there: actor, inputs, measure, state or objective
     """

@@ -293,7 +293,7 @@ class Replayer:
     def _count_failed_pass(self, record: PassRecord) -> PassRecord:
         """Count a pass that failed as one of its window: the window ends where it would have ended without the failure.
 
-        A pass whose `run_pass` succeeded but whose results could not be collected is already counted. Returns the
+        If `run_pass` succeeded, and only its results could not be collected, the pass is counted already. Returns the
         record of the pass with its window, if it belongs to one.
         """
         rounds, index = self.window.rounds, record.index

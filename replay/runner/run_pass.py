@@ -7,9 +7,9 @@ No other code of replay/ calls a backend's `forward`, `backward` or `end_window`
 A replay, its second run of a slow pass, the search for the first NaN, a profile, the trials of the verdict, `diagnose`
 and `mismatch` all run their passes here. What differs between them is in the inputs, the clock and the observers.
 
-The order of collectives in a pass is the same on every rank: with a clock, the ranks wait for each other; the
-collectives of the forward; those of observers after it; with a clock, the ranks wait for the slowest; the collectives
-of the backward; those of observers after it, and before the step; those of the window's end.
+Collectives have the same order on every rank: the ranks wait for each other (with a clock); the forward; observers
+after the forward; the ranks wait for the slowest (with a clock); the backward; observers after the backward, and before
+the step; the window's end.
 
 Shape letters: B rows, S tokens a row, A columns of the action mask (the last tokens of each row).
 """
@@ -43,8 +43,8 @@ from replay.runlog.records import CostSection
 from replay.runner.meter import Meter
 from replay.watch.progress import RankPhase
 
-# The phase of waiting for the slowest rank. It is not among a record's `phases`: `MeterClock.stop` makes
-# `wait_seconds` of it.
+# The phase of waiting for the slowest rank. It is not among a record's `phases`: `MeterClock.stop` turns it into
+# `wait_seconds`.
 WAIT_PHASE = "wait"
 
 
@@ -367,7 +367,7 @@ def run_pass(
 
             notifier.before_phase(RankPhase.WINDOW_END)
             # If the replay takes no step, its window's end (norm, clearing) has no counterpart in the job, so its time
-            # is not worth measuring. Neither is that of a step without --step.
+            # is not worth measuring. Nor is the time of a step without --step.
             if inputs.window_end is WindowEnd.COMPLETE and inputs.step_timing is not StepTiming.MEASURED:
                 takes_step = inputs.step_timing is StepTiming.UNMEASURED
                 grad_norm = backend.end_window(step=takes_step, settings=inputs.step_settings)
@@ -398,13 +398,12 @@ def run_pass_again(
 ) -> PassOutcome:
     """Run a pass once more, as a window of its own: it changes no weights, and clears the gradient at its end.
 
-    torch's random generators, those of `device` among them, go on as if it had not run. The other arguments are those
-    of `run_pass`.
+    torch's random generators, on `device` too, go on as if it had not run. The other arguments are as in `run_pass`.
     """
     inputs_of_own_window = replace(
         inputs,
         # A weight is the share of a pass beside the others of its window, and here there are no others. `window_factor`
-        # may stay: it only scales the gradient, which is cleared and whose norm nobody reads.
+        # may stay: it only scales the gradient, which is cleared. Nobody reads its norm.
         loss_weight=1.0,
         window_end=WindowEnd.COMPLETE if inputs.runs_backward else WindowEnd.NONE,
         step_timing=StepTiming.NONE,

@@ -181,8 +181,8 @@ def judge_without_causes(passes: Sequence[PassEvidence], settings: VerdictSettin
         pass_verdicts = downgrade_reproduced_to_unsettled(pass_verdicts, why_unsettled)
         window_verdicts = downgrade_reproduced_to_unsettled(window_verdicts, why_unsettled)
 
-    # In the order of the passes: a window's verdict, a PassVerdict too, comes after that of its last pass. So a wrong
-    # gradient comes before the wrong numbers that it causes in later passes.
+    # In the order of the passes: a window's verdict, a PassVerdict too, comes after the verdict of its last pass. So a
+    # wrong gradient comes before the wrong numbers that it causes in later passes.
     verdicts = sorted([*pass_verdicts, *window_verdicts], key=lambda verdict: (verdict.index, verdict.is_window))
     outcome = _choose_outcome(verdicts)
     environment = _compare_environments(compared_passes, settings)
