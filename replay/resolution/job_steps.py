@@ -144,7 +144,7 @@ def _explain_unfollowable(
     if window.number is None or first_window.number is None or window.number - first_window.number != window.place:
         return f"{step_name} does not follow the step before"
     if actor.custom_optimizer is not None:
-        return f"{Setting('optimizer', actor.optimizer)} has settings of its own"
+        return _name_settings_to_type(window.steps[0], actor)
     if any(step.optimizer is None for step in window.steps):
         return f"the optimizer of {step_name} was not recorded"
     groups = _merge_groups(window.steps)
@@ -162,7 +162,7 @@ def _explain_unfollowable(
 
 def _explain_group(settings: Mapping[str, Any], step: OptimizerStep, actor: ActorSpec) -> str | None:
     """Say why a group of the job cannot be stepped here; None if it can."""
-    group = read_job_group(settings, step.optimizer or "")
+    group = read_job_group(settings, step.optimizer or "", step.library)
     family = recognise_group(group)
     if family is None:
         return _explain_own_class(group, step, actor)
@@ -180,9 +180,30 @@ def _explain_group(settings: Mapping[str, Any], step: OptimizerStep, actor: Acto
 
 def _explain_own_class(group: JobGroup, step: OptimizerStep, actor: ActorSpec) -> str:
     """Say that no family steps as a class of the job's own does, with all options of a replay that steps with it."""
+    options = [Setting("step", StepMode.ON), *_list_clipping(step, actor), *list_whole_backend(actor)]
+    return explain_unknown_class(group, options)
+
+
+def _name_settings_to_type(step: OptimizerStep, actor: ActorSpec) -> str:
+    """Say that a function of the user's own is not given the job's settings, with the options that give it them."""
+    first = step.settings[0] if step.settings else {}
+    beta1, beta2 = first.get("betas") or (None, None)
+    recorded = {"learning_rate": first.get("lr"), "beta1": beta1, "beta2": beta2}
+    recorded |= {name: first.get(name) for name in ("eps", "weight_decay", "momentum")}
+    options = [
+        Setting(name, value)
+        for name, value in recorded.items()
+        if isinstance(value, (int, float)) and value and getattr(actor, name) is None
+    ]
+    typed = " ".join(map(str, [Setting("step", StepMode.ON), *options, *_list_clipping(step, actor)]))
+    own = Setting("optimizer", actor.optimizer)
+    return f"{own} has settings of its own. Try: {typed}, which are those of the job's first step"
+
+
+def _list_clipping(step: OptimizerStep, actor: ActorSpec) -> list[Setting]:
+    """List the option that clips as the job's step did, if it did and nothing was typed."""
     limit = _read_limit(step)
-    clipping = [] if limit is None or actor.max_norm is not None else [Setting("max_norm", limit)]
-    return explain_unknown_class(group, [Setting("step", StepMode.ON), *clipping, *list_whole_backend(actor)])
+    return [] if limit is None or actor.max_norm is not None else [Setting("max_norm", limit)]
 
 
 def _explain_clipping(window: JobWindow, first_window: JobWindow, step_name: str) -> str | None:
@@ -241,7 +262,7 @@ def _have_common_parameters(members: frozenset[int] | None, others: frozenset[in
 
 
 def _find_family(settings: Mapping[str, Any], step: OptimizerStep) -> OptimizerDeclaration:
-    family = recognise_group(read_job_group(settings, step.optimizer or ""))
+    family = recognise_group(read_job_group(settings, step.optimizer or "", step.library))
     assert family is not None, "_explain_group refuses such a group"
     return family
 

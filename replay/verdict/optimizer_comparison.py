@@ -8,6 +8,7 @@ from actor_init.declarations.optimizers import OPTIMIZERS, explain_unknown_class
 from actor_init.declarations.optimizers.declaration import JobGroup
 from actor_init.spec import ActorSpec
 from capture.file_format.optimizer_step import OptimizerStep
+from replay.options.option_parsing import format_error_with_flags
 
 # Among the settings that a replay follows: groups are stepped by the families that the job stepped them by.
 FAMILY = "family"
@@ -92,7 +93,7 @@ def _compare_group(
     family = recognise_group(group)
     own = OPTIMIZERS.get(spec.optimizer)
     if family is None and own is not None and group.class_name.lower().startswith(own.option_value.split("-")[0]):
-        yield explain_unknown_class(group)
+        yield format_error_with_flags(explain_unknown_class(group))
         return
     is_family = family is not None and own is not None and family.option_value in (own.option_value, own.companion)
     if family is None or not (is_family or FAMILY in job_setting_names):

@@ -80,6 +80,10 @@ def test_a_parameter_of_no_group_is_trained_as_the_first() -> None:
             "--step --max-norm 0.5 --backend fsdp2, where function(named_parameters, settings) builds it: the job's "
             "own class there repeats its mistakes, a library's shows them",
         ),
+        (
+            make_window(0, {"lr": 1.0}, library="__main__"),
+            "the job's AdamW of the job's own script is of no family here",
+        ),
         (make_window(0, {"lr": 1.0}, {"lr": 2.0}), "their parameters were not recorded"),
         (make_window(0, {"lr": 1.0}, clips_otherwise=True), "step 1 was clipped by another rule than to a norm"),
         (make_window(0, {"lr": 1.0}, max_norm=1.0, num_clipped=3), "only a part of the gradient of step 1 was clipped"),
@@ -90,6 +94,16 @@ def test_steps_that_cannot_be_taken_are_not_followed(window: JobWindow, why: str
     found = find_followed_steps([window], ActorSpec(), NAMES, NAMES)
     assert isinstance(found, str)
     assert why in format_error_with_flags(found)
+
+
+def test_a_function_of_the_users_own_is_told_what_to_type() -> None:
+    window = make_window(0, {"lr": 0.5}, optimizer="Own", library="__main__", max_norm=1.0)
+    found = find_followed_steps([window], ActorSpec(optimizer="own.py:make", eps=1e-6), NAMES, NAMES)
+    assert isinstance(found, str)
+    assert format_error_with_flags(found) == (
+        "--optimizer own.py:make has settings of its own. Try: --step --learning-rate 0.5 --beta1 0.9 --beta2 0.95 "
+        "--weight-decay 0.1 --max-norm 1.0, which are those of the job's first step"
+    )
 
 
 def test_passes_behind_the_steps_that_no_step_takes_end_what_is_followed() -> None:

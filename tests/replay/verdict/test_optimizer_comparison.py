@@ -62,6 +62,7 @@ def test_muon_and_the_adamw_beside_it_are_compared_group_by_group() -> None:
 def test_a_class_of_no_family_is_named_with_what_to_type() -> None:
     [difference] = compare(make_step("AdamW", {"lr": 0.1, "library": "__main__"}))
     assert difference.startswith("the job's AdamW of the job's own script is of no family here, so its")
+    assert "Try: --optimizer FILE.py:function, where" in difference
     assert compare(make_step("Shampoo", {"lr": 0.1})) == ["Shampoo in the job, AdamW here"]
 
 
