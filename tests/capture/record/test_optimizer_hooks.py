@@ -972,6 +972,18 @@ def test_two_parts_of_a_step_are_one() -> None:
     assert OptimizerStep.from_json(both.to_json(), "x") == both
 
 
+@pytest.mark.parametrize(
+    ("first", "second", "both"),
+    [(True, False, True), (False, True, True), (False, False, False), (None, True, None), (False, None, None)],
+)
+def test_a_step_has_a_state_if_one_of_its_optimizers_has(
+    first: bool | None, second: bool | None, both: bool | None
+) -> None:
+    """Plain SGD beside AdamW never has one."""
+    parts = [OptimizerStep(number=3, passes=(5,), shares=(None,), has_state=has_state) for has_state in (first, second)]
+    assert merge_steps(*parts).has_state is both
+
+
 def test_hooks_that_are_removed_twice_are_removed() -> None:
     class Nobody:
         def before_clipping(self, *_: Any) -> None: ...
