@@ -4,8 +4,10 @@ import json
 import os
 import signal
 import subprocess
+import time
 import zipfile
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +19,13 @@ import capture.record.recorder
 from capture import CaptureError, capture_files, read_actor_config, read_micro_batch, recording
 from capture.black_box.incidents import read_incidents
 from capture.cli import main
+from capture.file_format.atomic_write import OTHER_HOST_SECONDS
 from capture.file_format.capture_file import read_call, read_capture_bytes
 from capture.file_format.folder_layout import MAX_RANKS_IN_ONE_FOLDER
 from capture.file_format.manifest import check_folder, read_manifest
 from capture.file_format.segment import Segment, index_path_of
 from capture.file_format.segment_record import RECORD_BYTES
+from capture.file_format.segment_writer import repair_segments
 from capture.record.retention import check_retention, parse_num_bytes
 from tests.helpers.small_jobs import TinyModel, steps_in
 from tests.warm import warm_bin
@@ -268,6 +272,24 @@ def test_a_segment_that_is_being_written_is_read_and_left_alone(tmp_path: Path) 
         assert steps_in(tmp_path) == [0, 1, 2]
     assert main(["salvage", str(tmp_path)]) == 0
     assert not segment.read_bytes().endswith(b"half")
+
+
+@pytest.mark.parametrize(
+    ("seconds_ago", "is_mended"), [(OTHER_HOST_SECONDS - 600, False), (OTHER_HOST_SECONDS + 600, True)]
+)
+def test_a_segment_of_another_host_is_mended_once_that_no_longer_writes_it(
+    seconds_ago: float, is_mended: bool, segment_path: Path
+) -> None:
+    """A disk that hosts share may have no locks. Then the time of the last write alone tells."""
+    segment = Segment.open(segment_path)
+    for path in (segment_path, index_path_of(segment_path)):
+        path.write_bytes(replace(segment.head, host="00000000").pack() + path.read_bytes()[segment.begin :])
+    whole = segment_path.read_bytes()
+    segment_path.write_bytes(whole + b"half")
+    written = time.time() - seconds_ago
+    os.utime(segment_path, (written, written))
+    assert repair_segments(segment_path.parent, 0) == is_mended
+    assert segment_path.read_bytes() == whole + b"half" * (not is_mended)
 
 
 @pytest.mark.parametrize("last", [9, 10, 11, 12], ids=["record", "head", "body", "entry in the index"])
