@@ -16,6 +16,7 @@ from capture import capture_files, read_micro_batch, write_actor_config
 from capture.cli import main
 from capture.file_format.capture_file import read_call, write_call
 from capture.file_format.micro_batch import Origin
+from capture.file_format.optimizer_step import ParameterSamples
 from capture.folder_tools.convert import convert_folder
 from replay.command_line.cli import main as replay_main
 from replay.options.spec import find_sample_folder
@@ -94,19 +95,28 @@ def test_convert_reports_how_many_dumps_are_done(tmp_path: Path) -> None:
     assert progress == [(0, 3), (1, 3), (2, 3)]
 
 
-def test_convert_keeps_outputs_and_random_states_and_redact_does_not(tmp_path: Path) -> None:
+def test_convert_keeps_what_was_computed_from_the_text_and_redact_does_not(tmp_path: Path) -> None:
     source = _make_folder(tmp_path / "in")
     call = replace(
         read_call(capture_files(find_sample_folder())[0]),
         outputs={"loss": 1.5},
         random={"python": {"version": 3, "state": b"12", "gauss": None}},
+        random_after={"cpu": b"12"},
+        weights=ParameterSamples(samples=(), num_parameters=1, num_frozen=0, is_sharded=False),
+        routes={"model.layers.0.mlp.gate": torch.tensor([[1, 0]])},
         environment={"CUBLAS_WORKSPACE_CONFIG": ":4096:8"},
     )
     call.write(source)
-    for command, expected in (("convert", call), ("redact", replace(call, outputs={}, random={}))):
+    redacted = replace(call, outputs={}, random={}, random_after={}, weights=None, routes={})
+    for command, expected in (("convert", call), ("redact", redacted)):
         assert main([command, str(source), str(tmp_path / command)]) == 0
         copy = read_call(capture_files(tmp_path / command)[0])
-        assert (copy.outputs, copy.random) == (expected.outputs, expected.random)
+        assert (copy.outputs, copy.random, copy.random_after) == (
+            expected.outputs,
+            expected.random,
+            expected.random_after,
+        )
+        assert (copy.weights, list(copy.routes)) == (expected.weights, list(expected.routes))
         assert copy.environment == call.environment
 
 
