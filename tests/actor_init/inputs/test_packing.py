@@ -142,6 +142,15 @@ def test_every_real_token_is_fed_once_and_says_where_it_was_captured(layout: Lay
         assert torch.equal(fed.input_ids[is_real], batch.sequences_BS.flatten()[fed.captured_index[is_real]])
 
 
+def test_a_document_of_padding_may_be_the_longest() -> None:
+    """A kernel that is told of shorter documents leaves out what is behind their length."""
+    inputs = prepare_inputs(batch_of(ROWS["of many kinds"]), packing=True)
+    longer = pad_to(inputs, inputs.input_ids.shape[1] + 1000)
+    assert longer.cu_seq_lens is not None
+    assert longer.cu_seq_lens.diff().tolist() == [8, 1, 12, 4, 12, 1000]
+    assert longer.max_length >= 1000
+
+
 def test_labels_are_the_targets_where_there_is_no_action_mask() -> None:
     batch = MicroBatch(
         sequences_BS=torch.arange(10, 18).view(2, 4),
