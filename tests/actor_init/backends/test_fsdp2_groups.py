@@ -1,4 +1,4 @@
-"""FSDP2 gathers embedding, head and the rest of the root by themselves."""
+"""FSDP2 gathers embedding, head and the rest of the root by themselves, and reduces in the dtype that it states."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -18,6 +18,7 @@ from actor_init.weights import RandomWeights
 from actor_init.world import World
 from capture.file_format.capture_file import read_micro_batch
 from capture.file_format.listing import capture_files
+from capture.record.wrapper_facts import collect_wrapper_facts
 from replay.options.spec import find_sample_folder
 
 TINY: dict[str, Any] = {
@@ -40,9 +41,21 @@ def opened(world: World, **config: Any) -> Any:
     return open_fsdp2_backend(world, **config).model
 
 
-def open_fsdp2_backend(world: World, **config: Any) -> FSDP2Backend:
+def open_fsdp2_backend(
+    world: World, *, dtype: Dtype = Dtype.FP32, optimizer: str = "auto", **config: Any
+) -> FSDP2Backend:
     source = ModelSource(name="tiny", config=LlamaConfig(**TINY | config), weights=RandomWeights(seed=0, std=0.02))
-    return FSDP2Backend.open(ActorSpec(backend="fsdp2", dtype=Dtype.FP32, packing=True).with_defaults(), source, world)
+    spec = ActorSpec(backend="fsdp2", dtype=dtype, optimizer=optimizer, packing=True).with_defaults()
+    return FSDP2Backend.open(spec, source, world)
+
+
+@pytest.mark.parametrize(("optimizer", "dtype"), [("adamw", "fp32"), ("none", "bf16")])
+def test_gradients_of_fp32_masters_are_reduced_in_fp32(optimizer: str, dtype: str, world: World) -> None:
+    """Read from the groups as a recorder reads them. On one rank no number shows it."""
+    backend = open_fsdp2_backend(world, dtype=Dtype.BF16, optimizer=optimizer)
+    [facts] = collect_wrapper_facts([], list(backend.model.modules()))
+    assert (facts["param_dtype"], facts["reduce_dtype"]) == ("bfloat16", {"fp32": "float32", "bf16": "bfloat16"}[dtype])
+    assert backend.facts()["reduce_dtype"] == dtype
 
 
 def list_modules_gathered_with_root(model: LlamaForCausalLM) -> set[str]:
