@@ -1,6 +1,7 @@
 """Log-probs come from the head as the job computed its loss: told from recordings of tiny real jobs alone."""
 
 import json
+import os
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
@@ -330,6 +331,14 @@ def test_bytes_are_those_of_the_largest_pass(folders: dict[str, Path]) -> None:
     assert head_choice.predict_logits_bytes(actor, source, selection) == 20 * 64 * (2 + 2 + 4 + 4)
     halves = replace(actor, parallel=replace(actor.parallel, ring=2))
     assert head_choice.predict_logits_bytes(halves, source, selection) == 10 * 64 * (2 + 2 + 4 + 4)
+
+
+def test_a_process_counts_on_its_share_of_its_own_host_s_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of eight ranks on two hosts, four share the memory of this one."""
+    monkeypatch.setattr(os, "sysconf", {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": 1000}.__getitem__)
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert head_choice._measure_device_bytes(torch.device("cpu")) == 4096 * 1000 // 4
 
 
 @pytest.mark.parametrize(
