@@ -9,6 +9,7 @@ import torch
 
 from actor_init.option_values import Dtype
 from actor_init.schedule_and_norm import StepSettings
+from actor_init.spec import ActorSpec
 from capture.file_format.optimizer_step import Sample
 from replay.runlog.records import CostSection, PhaseCost
 from replay.runner.run_pass import PassInputs, StepTiming, WindowEnd
@@ -104,6 +105,22 @@ def test_a_state_that_leaves_too_little_memory_is_not_made(needed: int, free: in
     step_timing = run(follower, CountingBackend(), 0)[0].step_timing
     assert step_timing is (StepTiming.UNMEASURED if is_made else StepTiming.NONE)
     assert ("Try: --step" in follower.why_stopped) is not is_made
+
+
+@pytest.mark.parametrize(
+    ("backend", "num_data_ranks", "num_bytes"),
+    [("deepspeed", 1, 8000), ("deepspeed", 8, 1000), ("fsdp2", 4, 2000), ("ddp", 8, 8000)],
+)
+def test_the_state_is_predicted_of_the_share_that_a_rank_holds(
+    backend: str, num_data_ranks: int, num_bytes: int
+) -> None:
+    """AdamW keeps two numbers in fp32 for each of 1000 parameters. DDP gives each rank all of them."""
+    actor = ActorSpec(backend=backend, dtype=Dtype.BF16, optimizer="adamw").with_step_defaults()
+    spec: Any = SimpleNamespace(actor=actor)
+    world: Any = SimpleNamespace(num_data_ranks=num_data_ranks, device=torch.device("cpu"))
+    opened: Any = SimpleNamespace(facts=lambda: {"num_parameters": 1000})
+    predicted, _ = StepFollower(spec=spec, world=world).read_memory(spec, world, opened)
+    assert predicted == num_bytes
 
 
 @pytest.mark.parametrize(("backend", "begun"), [("deepspeed", 0.00952148), ("fsdp2", 0.00950961)])
