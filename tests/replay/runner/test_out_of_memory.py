@@ -3,8 +3,9 @@
 import os
 import threading
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -20,6 +21,7 @@ from replay.options.spec import InputsSpec, ReplaySpec
 from replay.resolution.job_defaults import find_source
 from replay.runlog.records import PassRecord, PhaseCost, is_out_of_memory
 from replay.runner.out_of_memory import OutOfMemory, OutOfMemoryAnalysis
+from replay.runner.reruns import Reruns
 from replay.watch.shutdown import Shutdown
 from tests.helpers.commands import run
 from tests.helpers.made_captures import LLAMA, write_pass
@@ -115,6 +117,14 @@ def test_a_fit_to_the_passes_that_finished_says_what_the_one_that_failed_would_n
     said = dict(found.lines(has_snapshot=False))
     assert said["memory"].startswith("pass 4, rank 0 would need 0.488 GiB by a fit to 4 measured passes")
     assert "--gradient-checkpointing: 0.293 GiB" in said["would need"]
+
+
+def test_a_pass_that_ran_out_on_another_rank_is_not_told_of_this_one() -> None:
+    """That rank tells it itself, by its own peaks."""
+    parts: dict[str, Any] = {declared.name: None for declared in fields(Reruns)}
+    reruns = Reruns(**{**parts, "world": SimpleNamespace(rank=0)})
+    elsewhere = record(3, rank=1, phases={}, error="CUDA out of memory", error_type="OutOfMemoryError")
+    assert reruns.analyze_out_of_memory([record(3), elsewhere]) is None
 
 
 def test_whole_logits_are_told_from_what_blocks_keep(tmp_path: Path) -> None:
