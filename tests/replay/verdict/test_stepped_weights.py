@@ -1,16 +1,18 @@
 """A wrong update shows in the weights behind the step that made it, and a turned sign of one element does not."""
 
+from collections.abc import Mapping
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 import pytest
 
 from replay.tolerances.job_bounds import GRADIENT, STEPPED, NoiseFloor
-from replay.verdict.findings import FindingStatus, VerdictSettings
+from replay.verdict.findings import FindingStatus, VerdictSettings, make_finding
 from replay.verdict.gradient_findings import ComparedPass
 from replay.verdict.gradient_samples import GradientSamples
 from replay.verdict.recorded_pass import RecordedPass, ReplayedPass, SteppedSample, WeightComparison
-from replay.verdict.stepped_weights import _compare, measure_drift
+from replay.verdict.stepped_weights import _compare, compare_stepped_weights, measure_drift
 from tests.helpers.made_records import record
 
 BEGIN = (0.5, -0.5, 0.25, 1.0)
@@ -23,7 +25,13 @@ def make_sample(job: tuple[float, ...], name: str = "weight", dtype: str = "floa
     return SteppedSample(name=name, dtype=dtype, start=0, job_values=job, replay_values=RIGHT, initial_values=BEGIN)
 
 
-def compare(*samples: SteppedSample, settings: VerdictSettings = SETTINGS, **norms: float) -> Any:
+def make_pass(
+    index: int,
+    *samples: SteppedSample,
+    norms: Mapping[str, float] = MappingProxyType({}),
+    num_steps: int = 0,
+    num_steps_of_job: int | None = None,
+) -> ComparedPass:
     gradient = GradientSamples(norms={"weight": 1.0, **norms}, sizes=dict.fromkeys(["weight", *norms], 4), values={})
     recorded = RecordedPass(
         rank=0,
@@ -34,16 +42,20 @@ def compare(*samples: SteppedSample, settings: VerdictSettings = SETTINGS, **nor
         weights=WeightComparison(),
         num_frozen=0,
         dtypes=["float32"],
+        num_steps_before=num_steps_of_job,
     )
-    window = ComparedPass(
-        record=record(0),
+    return ComparedPass(
+        record=record(index, num_steps=num_steps),
         recorded=recorded,
-        replayed=ReplayedPass(gradient=gradient),
+        replayed=ReplayedPass(gradient=gradient, weights_before_pass=samples),
         findings=[],
         weights=WeightComparison(),
         previous_pass_has_grad_norm=False,
     )
-    return _compare(samples, [window], settings)
+
+
+def compare(*samples: SteppedSample, settings: VerdictSettings = SETTINGS, **norms: float) -> Any:
+    return _compare(samples, [make_pass(0, norms=norms)], settings)
 
 
 def test_the_same_update_agrees() -> None:
@@ -57,6 +69,15 @@ def test_another_update_differs(times: float) -> None:
     finding = compare(make_sample(job))
     assert finding.status is FindingStatus.DIFFERS
     assert finding.difference == pytest.approx(abs(times - 1))
+
+
+@pytest.mark.parametrize(("num_steps", "is_compared"), [(4, True), (3, False), (5, False), (None, False)])
+def test_weights_are_compared_where_job_and_replay_took_one_step(num_steps: int | None, is_compared: bool) -> None:
+    """A step of the job between, of which no pass is recorded, moves its weights once more."""
+    agreeing = make_finding(GRADIENT, 1.0, 1.0, difference=0.0, bound=1e-3)
+    before = replace(make_pass(0, num_steps_of_job=3), window_findings=[agreeing])
+    after = make_pass(1, make_sample(RIGHT), num_steps=1, num_steps_of_job=num_steps)
+    assert list(compare_stepped_weights([[before]], [before, after], SETTINGS)) == [0] * is_compared
 
 
 def test_two_elements_that_went_the_other_way_are_rounding() -> None:
