@@ -146,6 +146,18 @@ def test_what_failed_beside_others_runs_again(
     assert bool(again.ran) is runs_again
 
 
+@pytest.mark.parametrize(
+    ("num_gpus", "at_once", "is_alone"),
+    [(0, None, True), (0, 1, True), (0, 2, False), (2, None, True), (2, 1, False), (1, 1, True), (1, 2, False)],
+)
+def test_a_run_is_alone_unless_others_run_on_the_machine_or_on_another_gpu_of_it(
+    num_gpus: int, at_once: int | None, is_alone: bool
+) -> None:
+    """--at-once is a number of processes on each GPU, and without it one run has all of them."""
+    machine = Machine(num_devices=num_gpus or 2, has_gpus=num_gpus > 0)
+    assert ThisMachine().gives_whole_machine(machine, at_once) is is_alone
+
+
 def damage(folder: Path) -> None:
     (folder / "scan.json").write_text("{")
 
