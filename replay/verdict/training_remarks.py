@@ -161,12 +161,19 @@ def _find_difference_of_ranks(
             pairs = enumerate(zip(values, sample.values, strict=False))
             position = next((position for position, pair in pairs if relative_difference(*pair) > least), None)
             if rank != recorded.rank and position is not None:
+                first, second = _format_apart(values[position], sample.values[position])
                 text = (
-                    f"{sample.name}, element {sample.start + position}, is {values[position]:.6g} on rank {rank} and "
-                    f"{sample.values[position]:.6g} on rank {recorded.rank}"
+                    f"{sample.name}, element {sample.start + position}, is {first} on rank {rank} and {second} on rank "
+                    f"{recorded.rank}"
                 )
                 return (recorded.num_steps_before or 0) + 1, text
     return None
+
+
+def _format_apart(first: float, second: float) -> tuple[str, str]:
+    """Return two numbers with six digits, or as many more as show that they differ. Seventeen tell all doubles."""
+    texts = ((f"{first:.{digits}g}", f"{second:.{digits}g}") for digits in range(6, 18))
+    return next((pair for pair in texts if pair[0] != pair[1]), (f"{first:.6g}", f"{second:.6g}"))
 
 
 def _check_labels(verdict: Verdict) -> Pairs:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from capture.file_format.optimizer_step import Sample
 from replay.verdict.findings import make_finding
 from replay.verdict.judge import PassEvidence
 from replay.verdict.outcomes import Outcome
@@ -38,6 +39,17 @@ def test_a_parameter_whose_gradient_is_each_ranks_own_is_named() -> None:
     assert text.startswith(expected)
     # A rank of a tensor-parallel job holds other parts, whose shapes are not this model's.
     assert compare(SOUND, own, compared=NAMES[:1]) == []
+
+
+def test_weights_that_differ_are_shown_with_digits_that_differ() -> None:
+    passes = []
+    for rank, member in enumerate(make_window([SOUND] * 2, SOUND, index=1)):
+        value = 0.9989 + rank * 1e-8
+        sample = Sample(name=NAMES[0], dtype="float32", shape=(4,), start=0, values=(1.0, value))
+        recorded = replace(member.recorded, weights=WeightComparison(compared=tuple(NAMES)), samples=[sample])
+        passes.append(PassEvidence(member.record, recorded, member.replayed))
+    [(_, text)] = _compare_ranks(passes)
+    assert text.endswith("element 1, is 0.9989 on rank 0 and 0.99890001 on rank 1")
 
 
 def test_a_window_of_two_ranks_is_weighed_whole() -> None:
