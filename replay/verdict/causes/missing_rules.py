@@ -19,8 +19,8 @@ def find_missing_gradient(evidence: CauseEvidence) -> Cause | None:
     missing, names = _list_missing(evidence.find_window(verdict) or ())
     what = name_parameters(missing, names) if missing else str(finding.where)
     if what == "model":
-        # That is the module beside the head, and reads as all of the job's model.
-        what = f"{len(missing)} of {len(names)} trained parameters, all of those of {what}"
+        # That is the module beside the head, whose name alone reads as all of the job's model.
+        what = f"{len(missing)} of {len(names)} trained parameters, all whose names begin with {what}."
     if evidence.is_forward_wrong:
         # Whatever is detached computes the same, so here these parameters take no part at all.
         return Cause(

@@ -99,4 +99,7 @@ def test_all_parameters_beside_the_head_are_counted_as_the_module_named_model_ma
     window = make_window([{"lm_head.weight": gradients["lm_head.weight"]}], gradients, without=NAMES)
     cause = find_missing_gradient(make_gradient_evidence(window, names=(MISSING_GRADIENT,)))
     assert cause is not None
-    assert "without a gradient for 7 of 8 trained parameters, all of those of model, since the job's" in cause.sentence
+    assert (
+        "without a gradient for 7 of 8 trained parameters, all whose names begin with model., since the job's"
+        in cause.sentence
+    )
