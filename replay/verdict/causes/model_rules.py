@@ -7,6 +7,7 @@ first wrong number wrong, and it changes what is computed by what it is; otherwi
 
 from collections.abc import Sequence
 
+from capture.file_format.name_patterns import PatternTable
 from replay.output.text import pluralise
 from replay.tolerances.job_bounds import (
     ACTION_TOKENS,
@@ -24,6 +25,7 @@ from replay.verdict.findings import FindingStatus
 from replay.verdict.model_facts import BUFFER_DTYPE, OTHER_TEXT, ModelDifference, ModelDifferenceKind
 from replay.verdict.outcomes import Outcome, PassVerdict
 from replay.verdict.recorded_pass import MISSING_GRADIENT, MOVED, NOTED_LOSS, OPTIMIZER_STATE
+from replay.verdict.route_findings import ROUTES
 
 Kind = ModelDifferenceKind
 FORWARD_FINDINGS = (LOSS, TOKENS, TOKENS_RMS, LOG_PROBS, ACTION_TOKENS)
@@ -200,8 +202,16 @@ def _name_difference(
         sureness=sureness,
         sentence=f"{describe_model_difference(chosen)}, and the numbers differ {name_time(first)}{more}",
         try_next="replay the job's own code with --model FILE.py:function, or take the change out of the job",
-        explains=ALL_FINDINGS,
+        explains=(*ALL_FINDINGS, ROUTES) if _is_of_wrong_router(evidence, chosen) else ALL_FINDINGS,
     )
+
+
+def _is_of_wrong_router(evidence: CauseEvidence, difference: ModelDifference) -> bool:
+    """Tell whether the router of the first other routes, or the module that holds it, has this difference."""
+    found = evidence.find_wrong(ROUTES)
+    router = "" if found is None else found[1].where or ""
+    modules = PatternTable({difference.where: difference})
+    return any(name and modules.find(name) is not None for name in (router, router.rpartition(".")[0]))
 
 
 def _is_acquitted(evidence: CauseEvidence, difference: ModelDifference) -> bool:

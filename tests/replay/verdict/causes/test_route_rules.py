@@ -2,14 +2,17 @@
 
 from dataclasses import replace
 
+import pytest
+
 from actor_init.routes import RouterFlips
 from replay.runlog.records import RoutesSection
 from replay.tolerances.job_bounds import LOSS, TOKENS
 from replay.verdict.causes.cause import CauseName, Sureness
 from replay.verdict.causes.evidence import CauseEvidence
 from replay.verdict.causes.route_rules import find_other_router_loss, find_other_routes
-from replay.verdict.causes.table import find_causes
+from replay.verdict.causes.table import find_causes, split_unexplained
 from replay.verdict.findings import make_finding
+from replay.verdict.model_facts import ModelDifference, ModelDifferenceKind
 from replay.verdict.recorded_pass import ROUTER_LOSS_DOUBT
 from replay.verdict.route_findings import ROUTES
 from tests.replay.verdict.causes.made_evidence import (
@@ -44,6 +47,24 @@ def test_beside_a_wrong_forward_it_may_be_a_consequence() -> None:
     assert cause is not None
     assert cause.sureness is Sureness.MAY_BE
     assert find_other_routes(make_forward_evidence(TOKENS)) is None
+
+
+@pytest.mark.parametrize(
+    ("where", "is_explained"),
+    [
+        ("model.layers.*.mlp.gate", True),
+        ("model.layers.[2-3].mlp", True),
+        ("model.layers.[0-2].mlp.gate", False),
+        ("model.layers.*.self_attn", False),
+    ],
+)
+def test_other_code_of_a_router_explains_its_routes(where: str, is_explained: bool) -> None:
+    evidence = make_route_evidence(LOSS, TOKENS)
+    code = ModelDifference(kind=ModelDifferenceKind.FORWARD, where=where, job="job.py:route", replay=None)
+    evidence = replace(evidence, settings=replace(evidence.settings, model_differences=[code]))
+    causes = find_causes(evidence)
+    assert [cause.name for cause in causes] == [CauseName.MODEL_CODE]
+    assert split_unexplained(evidence, causes) == ([] if is_explained else [ROUTES], [])
 
 
 def make_loss_evidence(term: float | None, *wrong: str) -> CauseEvidence:
