@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers.loss.loss_utils import ForCausalLMLoss
 
+from capture.file_format.micro_batch import MicroBatch, Origin
 from replay.runner.trial_losses import LogitStatistics, LossTables, LossTrial, TargetRows, list_loss_trials
 
 ROWS, LENGTH, VOCABULARY, IGNORED = 2, 8, 16, -100
@@ -105,6 +106,20 @@ def test_labels_of_padding_are_not_taken_for_first_tokens_of_packed_documents(
     trials = list_losses(labels_BS=IDS_BS, num_tokens=num_tokens, real_BS=real_BS, has_shared_rows=is_shared)
     assert trials["all labels"].says == says
     assert trials["all labels"].loss == pytest.approx(compute_job_loss(IDS_BS))
+
+
+@pytest.mark.parametrize("is_shared", [False, True])
+def test_rows_of_several_documents_are_told_by_the_positions_that_begin_again(is_shared: bool) -> None:
+    positions_BS = torch.arange(LENGTH).expand(ROWS, LENGTH) % (4 if is_shared else LENGTH)
+    batch = MicroBatch(
+        sequences_BS=IDS_BS,
+        attention_mask_BS=REAL_BS,
+        labels_BS=LABELS_BS,
+        extra_tensors={"position_ids": positions_BS},
+        trains=True,
+        origin=Origin(source=""),
+    )
+    assert TargetRows.from_batch(batch).has_shared_rows is is_shared
 
 
 def test_other_functions() -> None:
