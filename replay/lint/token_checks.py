@@ -95,7 +95,7 @@ def _check_actions(traits: Sequence[TokenTraits]) -> Iterator[LintRemark]:
         yield LintRemark(
             topic="action mask",
             text=f"{idle} of {pluralise(total, 'action token')} are padding, outside the attention mask or behind the "
-            "first token that ends a row's text: does the loss count them?",
+            "token that ends a row's text: does the loss count them?",
             weight=Weight.WRONG_TARGETS,
         )
 

@@ -268,9 +268,9 @@ def _count_outside_mask(call: CapturedCall, batch: MicroBatch) -> tuple[int, int
 
 
 def _count_idle_actions(batch: MicroBatch, special_tokens: SpecialTokens) -> int:
-    """Count the tokens of the action mask that are no text: masked as padding, or padding behind a row's first end.
+    """Count the tokens of the action mask that are no text: masked as padding, or padding behind the end of a text.
 
-    What follows an end is padding where nothing else comes in the row. A talk of several turns has other tokens there.
+    A talk of several turns has several ends; behind the last of them nothing else comes in the row.
     """
     if batch.action_mask_BA is None:
         return 0
@@ -279,15 +279,13 @@ def _count_idle_actions(batch: MicroBatch, special_tokens: SpecialTokens) -> int
     number = int((batch.action_mask_BA & ~real_BA).sum())
     ends = special_tokens.eos_token_ids
     for ids_A, real_A, actions_A in zip(ids_BA.tolist(), real_BA.tolist(), batch.action_mask_BA.tolist(), strict=True):
-        first = next((place for place, id_ in enumerate(ids_A) if id_ in ends and actions_A[place]), num_actions)
-        behind = {*ids_A[first + 1 :]} - ends
         # A config may name no padding, or another one than the tokenizer's.
-        is_padding = behind <= {special_tokens.pad_token_id} or (
-            len(behind) == 1 and num_actions - first > _MIN_PADDING
-        )
-        if is_padding:
-            behind_end = zip(actions_A[first + 1 :], real_A[first + 1 :], strict=True)
-            number += sum(is_action and is_real for is_action, is_real in behind_end)
+        is_run = len({*ids_A[-_MIN_PADDING:]}) == 1 and num_actions > _MIN_PADDING
+        no_text = {*ends, special_tokens.pad_token_id, *(ids_A[-1:] if is_run else [])}
+        first = max((place + 1 for place, id_ in enumerate(ids_A) if id_ not in no_text), default=0)
+        end = next((place for place in range(first, num_actions) if ids_A[place] in ends), num_actions)
+        behind_end = zip(actions_A[end + 1 :], real_A[end + 1 :], strict=True)
+        number += sum(is_action and is_real for is_action, is_real in behind_end)
     return number
 
 

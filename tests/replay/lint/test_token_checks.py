@@ -521,6 +521,8 @@ def mask_actions(ids_A: list[int], actions_A: list[int], real_A: list[int] | Non
         # Padding of an id that no config names, and padding with the end of a text.
         ([21, 900, 77, 77, 77, 77], [1, 1, 1, 1, 1, 1], None, 4),
         ([21, 22, 900, 900, 900, 900], [1, 1, 1, 1, 1, 1], None, 3),
+        # Behind the last of several turns.
+        ([21, 900, 31, 900, PAD, PAD], [1, 1, 0, 1, 1, 1], None, 2),
         # No text ends here: the mask of attention alone says what is padding.
         ([21, 22, 23, PAD, PAD, PAD], [1, 1, 1, 1, 1, 1], [1, 1, 1, 0, 0, 0], 3),
         # Sound: the actions end with the text, or at the longest allowed length, or a next turn comes, or a line's end.
@@ -535,7 +537,7 @@ def test_an_action_mask_of_padding_is_said(
     ids_A: list[int], actions_A: list[int], real_A: list[int] | None, number: int
 ) -> None:
     said = (
-        f"action mask: {number} of 6 action tokens are padding, outside the attention mask or behind the first token "
-        "that ends a row's text: does the loss count them?"
+        f"action mask: {number} of {sum(actions_A)} action tokens are padding, outside the attention mask "
+        "or behind the token that ends a row's text: does the loss count them?"
     )
     assert mask_actions(ids_A, actions_A, real_A) == ([said] if number else [])
