@@ -334,7 +334,7 @@ def test_bytes_are_those_of_the_largest_pass(folders: dict[str, Path]) -> None:
 
 
 def test_a_process_counts_on_its_share_of_its_own_host_s_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of eight ranks on two hosts, four share the memory of this one."""
+    """Four of eight ranks on two hosts share the memory of this one."""
     monkeypatch.setattr(os, "sysconf", {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": 1000}.__getitem__)
     monkeypatch.setenv("WORLD_SIZE", "8")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
