@@ -56,7 +56,7 @@ from capture.file_format.micro_batch import (
 from capture.file_format.optimizer_step import OptimizerStep, ParameterSamples
 from capture.file_format.safe_unpickler import NamesAClassError, copy_plain, load_plain
 from capture.file_format.saved_tensors import read_legacy_dump
-from capture.file_format.segment import SegmentHead, read_pass_bytes
+from capture.file_format.segment import SegmentHead, format_pass_name, read_pass_bytes
 from capture.file_format.segment_record import Counts, SegmentRecord, digest_window, to_microseconds
 from capture.file_format.tensor_codec import (
     MAX_TENSOR_BYTES,
@@ -235,7 +235,7 @@ class EncodedCall:
     @property
     def name(self) -> str:
         """The file's name, unless another file has it already."""
-        return _format_file_name(self.rank, self.time, self.step)
+        return format_pass_name(self.rank, to_microseconds(self.time), self.step)
 
     @property
     def world_size(self) -> int | None:
@@ -294,7 +294,7 @@ class EncodedCall:
     def choose_path(self, folder: Path) -> Path:
         """Choose the file's name. Names of a rank sort by time, then step; a taken name gets the next free step."""
         step = self.step
-        while (path := folder / _format_file_name(self.rank, self.time, step)).exists():
+        while (path := folder / format_pass_name(self.rank, to_microseconds(self.time), step)).exists():
             step += 1
         return path
 
@@ -318,7 +318,7 @@ def encode_call(
     Raises CaptureError for a call that could not be read back, TypeError for a call fact that is not plain data.
     """
     time = origin.time or utc_now()
-    name = _format_file_name(origin.rank or 0, time, origin.step or 0)
+    name = format_pass_name(origin.rank or 0, to_microseconds(time), origin.step or 0)
     origin = replace(origin, source=name, time=time)
     check_total_bytes(sum(count_bytes(tensor.shape, tensor.dtype) for tensor in tensors.values()), name)
     batch = check_call(tensors, call_facts, trains=trains, origin=origin)
@@ -393,11 +393,6 @@ def add_noted_mask(tensors: Mapping[str, Tensor], notes: Mapping[str, Tensor]) -
 
 def utc_now() -> str:
     return datetime.now(timezone.utc).isoformat(timespec="microseconds")
-
-
-def _format_file_name(rank: int, time: str, step: int) -> str:
-    compact = datetime.fromisoformat(time).astimezone(timezone.utc).strftime("%Y%m%d_%H%M%S_%f")
-    return f"actor_inputs_rank{rank}_{compact}_{step:08d}.pkl"
 
 
 def read_micro_batch(path: str | Path) -> MicroBatch:

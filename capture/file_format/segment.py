@@ -186,7 +186,7 @@ def index_path_of(segment: Path) -> Path:
 
 
 def format_pass_name(rank: int, microseconds: int, number: int) -> str:
-    """Name a pass as its capture would be named in a file of its own."""
+    """Name the capture of a pass, in a segment as in a file of its own."""
     return f"actor_inputs_rank{rank}_{from_microseconds(microseconds):%Y%m%d_%H%M%S_%f}_{number:08d}.pkl"
 
 
