@@ -67,12 +67,12 @@ def json_bytes(value: Any, *, indent: int = 1) -> bytes:
     return f"{json.dumps(to_json(value), indent=indent, allow_nan=False)}\n".encode()
 
 
-def from_json(kind: type[T], value: Any, *, source: str, ignore_others: bool = False) -> T:
-    """Make a `kind` from the result of `json.loads`. With `ignore_others` unknown fields of objects are ignored.
+def from_json(kind: type[T], value: Any, *, source: str, ignore_unknown_fields: bool = False) -> T:
+    """Make a `kind` from the result of `json.loads`. Unknown fields of objects are ignored, if asked for.
 
     Raises UsageError, with a message that begins with `source`, if the value does not fit.
     """
-    if ignore_others and isinstance(value, Mapping):
+    if ignore_unknown_fields and isinstance(value, Mapping):
         value = {name: value[name] for name in get_type_hints(kind) if name in value}
     return parse_json(kind, json.dumps(value), source=source)
 

@@ -124,13 +124,13 @@ class Layout:
     """How rows are fed. Packed: joined into one row, with `borders`. Padded: as captured, or a document a row.
 
     as_captured  padded rows stay as they are; else each document is a row of its own, padded on the right
-    why          the reason for a layout that is not the usual one
+    why_unusual  the reason for a layout that is not the usual one; else empty
     """
 
     packs: bool
     borders: DocumentBorders = DocumentBorders.OWN
     as_captured: bool = True
-    why: str = ""
+    why_unusual: str = ""
 
     @property
     def joins_rows(self) -> bool:
@@ -144,4 +144,4 @@ class Layout:
             words = (
                 "packed" if self.borders is DocumentBorders.OWN else f"packed, documents kept apart by {self.borders}"
             )
-        return f"{words} ({self.why})" if self.why else words
+        return f"{words} ({self.why_unusual})" if self.why_unusual else words

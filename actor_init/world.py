@@ -84,7 +84,7 @@ class World:
         return self.mesh.get_group("ring")
 
     def barrier(self) -> None:
-        """Wait, on the device's own queue, until every rank has called this."""
+        """Wait, in the device's stream, until every rank has called this."""
         if self.world_size > 1:
             dist.all_reduce(torch.zeros(1, device=self.device))
 

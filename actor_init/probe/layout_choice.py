@@ -37,7 +37,7 @@ def choose_layout(
     call `choose_kernel_on_all_ranks`.
     """
     if spec.is_custom:
-        return spec, Layout(packs=False, why=_CUSTOM)
+        return spec, Layout(packs=False, why_unusual=_CUSTOM)
     if spec.parallel.ring > 1:
         return spec, _prove_in_ring(spec, config, world, trains)
     attention, layout = compute_on_rank0(world, partial(_choose, spec, config, world.device, is_typed))
@@ -62,7 +62,7 @@ def explain_not_packed(config: PretrainedConfig) -> str:
 def _list_packed_layouts() -> Iterator[Layout]:
     for borders in DocumentBorders:
         why = "" if borders is DocumentBorders.OWN else "its own masks do not see where one begins"
-        yield Layout(packs=True, borders=borders, why=why)
+        yield Layout(packs=True, borders=borders, why_unusual=why)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -110,7 +110,7 @@ def _choose(spec: ActorSpec, config: PretrainedConfig, where: device, is_typed: 
     if not spec.packs:
         is_right = search.is_right(_choose_padded_kernel(kernel, config), PADDED)
         why = "" if is_right else f"{config.model_type} sees padding on the left"
-        return spec.attention, replace(PADDED, why=why)
+        return spec.attention, replace(PADDED, why_unusual=why)
     kernels = {kernel: spec.attention}
     is_auto = spec.attention == Attention.AUTO
     if is_auto:
@@ -129,7 +129,7 @@ def _choose(spec: ActorSpec, config: PretrainedConfig, where: device, is_typed: 
     if is_typed:
         advice = f"Try: {PACKED.with_value(False)}, or neither: rows are padded by themselves"
         raise UsageError(PACKED, f": {why}", advice)
-    return spec.attention, replace(ONE_DOCUMENT_PER_ROW, why=why_padded)
+    return spec.attention, replace(ONE_DOCUMENT_PER_ROW, why_unusual=why_padded)
 
 
 def _choose_padded_kernel(kernel: str, config: PretrainedConfig) -> str:

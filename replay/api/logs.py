@@ -80,11 +80,11 @@ class PastCampaign(Mapping[str, ReplayedRun]):
             raise UsageError(
                 f"{path} is of format {file_format}; this version reads format {FORMAT}. Try: the version that wrote it"
             )
-        file = from_json(_PastFile, content, source=f"{path} is damaged", ignore_others=True)
+        file = from_json(_PastFile, content, source=f"{path} is damaged", ignore_unknown_fields=True)
         folders, result = _find_runs(path.parent), file.result
         if result and path.stem == "parity":
             # The cells of parity have names of their own, of which those of their folders are made.
-            cells = from_json(_PastCells, result, source=f"{path} is damaged: result", ignore_others=True)
+            cells = from_json(_PastCells, result, source=f"{path} is damaged: result", ignore_unknown_fields=True)
             labels = {cell.get("log"): str(cell.get("name")) for cell in cells.runs}
             folders = {labels.get(run.relative_to(path.parent).as_posix(), name): run for name, run in folders.items()}
         return cls(folder=path.parent, name=path.stem, command=file.command, result=result, folders=folders)

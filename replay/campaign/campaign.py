@@ -198,7 +198,7 @@ class Campaign(Generic[PlanT]):
                 raise UsageError(
                     f"{path} is of format {content['format']}; this version can only continue format {FORMAT}"
                 )
-            file = from_json(CampaignFile, content, source=f"{path} is damaged", ignore_others=True)
+            file = from_json(CampaignFile, content, source=f"{path} is damaged", ignore_unknown_fields=True)
             plan = from_json(plan_class, file.plan, source=f"{path} is damaged: plan")
             lines = _read_journal(folder / JOURNAL)
         except (OSError, ValueError) as error:

@@ -137,7 +137,7 @@ def _check_norms(subject: LintSubject) -> Iterator[LintRemark]:
     shapes: dict[tuple[str, int], set[tuple[int, ...]]] = {}
     for recorded in subject.trained:
         step, rank = recorded.step_after, recorded.rank
-        if step is None or rank is None or recorded.weights.is_sharded or step.is_part_of_norm:
+        if step is None or rank is None or recorded.weight_comparison.is_sharded or step.is_part_of_norm:
             continue
         if step.grad_norm is not None:
             by_step.setdefault(step.number, {})[rank] = step.grad_norm
@@ -376,7 +376,7 @@ def _check_missing_passes(subject: LintSubject) -> Iterator[LintRemark]:
 def _list_frozen(subject: LintSubject) -> Iterator[LintRemark]:
     if subject.has_adapter:
         return
-    total = max((recorded.weights.num_parameters for recorded in subject.trained), default=0)
+    total = max((recorded.weight_comparison.num_parameters for recorded in subject.trained), default=0)
     number = max((recorded.num_frozen for recorded in subject.trained), default=0)
     if number:
         patterns = format_patterns(subject.frozen, _list_names(subject)) if subject.frozen else []

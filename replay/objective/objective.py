@@ -26,7 +26,7 @@ from capture.file_format.micro_batch import (
 from replay.objective.inputs import ObjectiveData, ObjectiveError, ObjectiveInputs
 from replay.options.declarations import OBJECTIVES
 from replay.options.declarations.policy import POLICY
-from replay.options.declarations.recorded import RECORDED
+from replay.options.declarations.recorded import FROM_LOGIT_GRADIENT
 from replay.options.declarations.tensor_names import ADVANTAGES, OLD_LOG_PROBS
 from replay.options.needed_tensors import explain_missing
 from replay.options.spec import USER_LOSS_PATTERN, LossName, ObjectiveSpec, ReplayParts, is_objective
@@ -146,7 +146,7 @@ class Objective:
     def describe(self, *, is_noted: bool = False) -> str:
         """Describe the objective for the header. Of one that the job noted the settings are defaults."""
         settings = self.formula.describe(self.spec)
-        if is_noted and self.loss != RECORDED.name:
+        if is_noted and self.loss != FROM_LOGIT_GRADIENT.name:
             return f"{self.loss}, as the job noted it; by default {', '.join(settings)}"
         return ", ".join([self.loss, *settings])
 
@@ -222,7 +222,7 @@ def select_loss_tokens(loss: str, batch: MicroBatch) -> MicroBatch:
     sft drops the captured action mask, so that the loss is over the labels, or over every real token if there are
     none. A job's objective is of a row's own tokens, so that `shift_labels` are labels there.
     """
-    if loss == RECORDED.name:
+    if loss == FROM_LOGIT_GRADIENT.name:
         return with_loss_targets_as_labels(batch)
     if is_objective(loss):
         return with_shift_labels_as_labels(batch)
@@ -255,9 +255,11 @@ def is_of_log_probs(call: CapturedCall, dtypes: Sequence[str]) -> bool:
     return float(misfit) <= (MAX_COARSE_MISFIT if is_coarse(dtypes) else MAX_MISFIT)
 
 
-def name_noted_objective(call: CapturedCall, batch: MicroBatch, dtypes: Sequence[str]) -> str | None:
-    """Name the objective whose loss the job noted of a pass, with what it is computed from; else RECORDED, where the
-    gradient of the logits tells all of the loss; else None.
+def name_shown_objective(call: CapturedCall, batch: MicroBatch, dtypes: Sequence[str]) -> str | None:
+    """Name the objective that a pass shows; None if it shows none.
+
+    It is that of the loss that the job noted with what it is computed from; else FROM_LOGIT_GRADIENT, where the
+    gradient of the logits tells all of the loss.
     """
     if not call.trains:
         return None
@@ -266,7 +268,7 @@ def name_noted_objective(call: CapturedCall, batch: MicroBatch, dtypes: Sequence
     has_tokens = batch.action_mask_BA is not None or batch.labels_BS is not None
     if has_needs and has_tokens and isinstance(call.outputs.get("noted_loss"), float):
         return POLICY.name
-    return RECORDED.name if batch.loss_targets_BS is not None and is_of_log_probs(call, dtypes) else None
+    return FROM_LOGIT_GRADIENT.name if batch.loss_targets_BS is not None and is_of_log_probs(call, dtypes) else None
 
 
 def padding_may_predict_label(spec: ReplayParts) -> bool:
@@ -275,7 +277,7 @@ def padding_may_predict_label(spec: ReplayParts) -> bool:
     Not where packed rows were typed, nor where parity compares runs of the same tokens in any layout.
     """
     actor, measure = spec.actor, spec.measure
-    is_of_actions = is_objective(measure.loss) and measure.loss != RECORDED.name
+    is_of_actions = is_objective(measure.loss) and measure.loss != FROM_LOGIT_GRADIENT.name
     return not (actor.packing or actor.parallel.ring > 1 or measure.details or is_of_actions)
 
 

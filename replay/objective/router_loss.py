@@ -86,15 +86,15 @@ class NotedLoss:
 class RouterLossTerm:
     """The routers' loss of one pass, as a term of the pass's loss.
 
-    is_real_T  which of the fed tokens T are the capture's, and no padding
-    scale      what one unit of the job's loss is of the replay's
-    job_loss   the loss of the same pass that the job noted: it tells whether the term is in it; None: it is
+    is_real_T   which of the fed tokens T are the capture's, and no padding
+    scale       what one unit of the job's loss is of the replay's
+    noted_loss  the loss of the same pass that the job noted: it tells whether the term is in it; None: it is
     """
 
     loss: RouterLoss
     is_real_T: Tensor
     scale: float = 1.0
-    job_loss: NotedLoss | None = None
+    noted_loss: NotedLoss | None = None
 
     def compute(self, states: Mapping[str, RouterState]) -> Tensor:
         """Compute the term from the logits that the routers kept. Raises RuntimeError if one kept none."""

@@ -27,13 +27,13 @@ class FrozenParameters:
     always  those that it trained in no pass
     later   those that it did not train besides, by the forward from which on that is so; empty: they are the same in
             all passes, or this backend cannot change what it trains
-    first_forward_training_others  the job's first forward that trained other parameters than the forwards before it,
-            if this backend cannot change what it trains; else None
+    first_forward_with_other_trained_parameters  the job's first forward that trained other parameters than the forwards
+            before it, if this backend cannot change what it trains; else None
     """
 
     always: frozenset[str] = frozenset()
     later: Mapping[int, frozenset[str]] = field(default_factory=dict)
-    first_forward_training_others: int | None = None
+    first_forward_with_other_trained_parameters: int | None = None
 
 
 def find_frozen_in_job(
@@ -65,8 +65,10 @@ def find_frozen_in_job(
         if facts.recording == first_call.recording and facts.trains
     ]
     later = _date_changes(stated, checker.names, rounds)
-    first_forward_training_others = sorted(later)[1] if later and not _can_change_frozen(spec.actor) else None
-    if later and first_forward_training_others is None:
+    first_forward_with_other_trained_parameters = (
+        sorted(later)[1] if later and not _can_change_frozen(spec.actor) else None
+    )
+    if later and first_forward_with_other_trained_parameters is None:
         always = frozenset.intersection(*later.values())
         return FrozenParameters(
             always=always, later={forward: names - always for forward, names in sorted(later.items())}
@@ -76,10 +78,10 @@ def find_frozen_in_job(
         names = sorted(_list_frozen_first(stated[0], checker.names))
     num_frozen = None if first_call.weights is None else first_call.weights.num_frozen
     if not names or num_frozen != len(names):
-        return FrozenParameters(first_forward_training_others=first_forward_training_others)
+        return FrozenParameters(first_forward_with_other_trained_parameters=first_forward_with_other_trained_parameters)
     return FrozenParameters(
         always=checker.translate_names(names),
-        first_forward_training_others=first_forward_training_others,
+        first_forward_with_other_trained_parameters=first_forward_with_other_trained_parameters,
     )
 
 

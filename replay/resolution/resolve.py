@@ -5,6 +5,9 @@ A few are filled in later, from the open actor (`ResolvedReplay.complete`).
 What was typed stays. Every other choice is the job's, as its captures tell it, if the model and this machine allow it;
 probes of a small copy tell what the model allows. Else it is what the model, the machine or another option requires;
 else the default. Rank 0 chooses, and the others get what it chose; files and attention kernel are checked on each rank.
+
+`ReplaySpec` (as typed) and `ResolvedReplay` (every choice made) are both `ReplayParts`. What takes `ReplayParts` reads
+settings that may be typed or chosen already.
 """
 
 import math
@@ -24,7 +27,7 @@ from capture.file_format.capture_file import CapturedCall
 from capture.file_format.micro_batch import LOSS_MISFIT, CaptureError
 from replay.objective.objective import Objective, name_loss
 from replay.options.declarations import list_objectives_with
-from replay.options.declarations.recorded import RECORDED
+from replay.options.declarations.recorded import FROM_LOGIT_GRADIENT
 from replay.options.option_parsing import format_error_with_flags, list_options
 from replay.options.resolved import (
     ATTENTION,
@@ -112,7 +115,7 @@ def resolve(
     )
     spec_from_job = replace(typed, actor=apply_choices(typed.actor, job_choices))
 
-    model_source, weight_checker, first_forward_training_others = _find_model(
+    model_source, weight_checker, first_forward_with_other_trained_parameters = _find_model(
         spec_from_job, selection, first_call, world
     )
 
@@ -164,11 +167,13 @@ def resolve(
         attention_reason=probed.attention_reason,
         why_whole_logits=why_whole_logits,
         step_settings=followed_steps.settings if followed_steps is not None else {},
-        job_setting_names=followed_steps.job_setting_names if followed_steps is not None else frozenset(),
+        optimizer_settings_of_job=followed_steps.optimizer_settings_of_job
+        if followed_steps is not None
+        else frozenset(),
         # The job clipped with code of its own and not by clip_grad_norm_, which a recording sees. The norm to which it
         # clipped is inferred from its recorded gradients.
         job_code_clip_norm=followed_steps.job_code_clip_norm if followed_steps is not None else None,
-        first_forward_training_others=first_forward_training_others,
+        first_forward_with_other_trained_parameters=first_forward_with_other_trained_parameters,
     )
 
 
@@ -178,14 +183,14 @@ def _find_model(
     """Find the model, and which of its parameters the job froze, on all ranks together.
 
     Returns the model's source; a checker of its weights; and the job's first forward that trained other parameters than
-    this run trains (None: there is none).
+    the forwards before it, if this backend cannot change what it trains; else None.
     """
     source = find_model_source_on_all_ranks(spec, world)
     # It builds a model to list its parameters, so the choices of frozen parameters and of steps share one.
     weight_checker = WeightChecker(source)
     frozen = world.broadcast_from_rank0(find_frozen_in_job(spec, source, weight_checker, first_call, selection.rounds))
     source = replace(source, frozen=frozen.always, frozen_later=frozen.later)
-    return source, weight_checker, frozen.first_forward_training_others
+    return source, weight_checker, frozen.first_forward_with_other_trained_parameters
 
 
 def _choose_kernel_and_layout(
@@ -215,8 +220,8 @@ def _choose_kernel_and_layout(
     )
     # In a left-padded row the last padding token predicts the label of the row's first token, and a model's own loss
     # counts that. Joined rows have no padding, so such rows stay padded, and the user is told why.
-    if selection.padding_predicts_label and not is_packing_typed and not layout.why:
-        layout = replace(layout, why=PADDING_PREDICTS_LABEL)
+    if selection.padding_predicts_label and not is_packing_typed and not layout.why_unusual:
+        layout = replace(layout, why_unusual=PADDING_PREDICTS_LABEL)
     return _KernelAndLayout(
         actor_before_probe=actor_before_probe,
         actor=actor,
@@ -235,15 +240,15 @@ def choose_loss(spec: ReplayParts, selection: Selection, first_call: CapturedCal
     loss = spec.measure.loss
     if loss != LossName.AUTO:
         return ResolvedChoice(setting=LOSS, value=loss, by=ChosenBy.TYPED)
-    noted, obstacle = selection.noted_objective, _find_noted_loss_obstacle(spec)
+    shown, obstacle = selection.shown_objective, _find_shown_loss_obstacle(spec)
     # Runs that keep details are compared with each other, by a mean of log-probs. No `why` is given: commands set
     # `details`, and no user does.
-    wants_noted = noted is not None and not spec.measure.details
-    if wants_noted and obstacle is None:
+    wants_shown = shown is not None and not spec.measure.details
+    if wants_shown and obstacle is None:
         why = "it noted its loss, advantages and old log-probs"
-        if noted == RECORDED.name:
+        if shown == FROM_LOGIT_GRADIENT.name:
             why = "it computes its loss from the model's logits, whose gradient was recorded"
-        return ResolvedChoice(setting=LOSS, value=noted, by=ChosenBy.JOB, why=why)
+        return ResolvedChoice(setting=LOSS, value=shown, by=ChosenBy.JOB, why=why)
     try:
         usual_loss = LossName.STAND_IN if first_call is None else name_loss(loss, first_call.micro_batch())
     except CaptureError:
@@ -251,12 +256,12 @@ def choose_loss(spec: ReplayParts, selection: Selection, first_call: CapturedCal
         usual_loss = LossName.STAND_IN
     if usual_loss != LossName.STAND_IN:
         return ResolvedChoice(setting=LOSS, value=str(usual_loss), by=ChosenBy.JOB, why="its captures have labels")
-    if wants_noted and obstacle is not None:
+    if wants_shown and obstacle is not None:
         return ResolvedChoice(setting=LOSS, value=str(usual_loss), by=ChosenBy.OPTION, why=obstacle)
-    why = "" if noted is not None else "the inputs have no labels, and no noted loss of a policy"
+    why = "" if shown is not None else "the inputs have no labels, and no noted loss of a policy"
     if first_call is None:
         why = "the first input cannot be read"
-    elif noted is None and math.isfinite(misfit := float(first_call.notes.get(LOSS_MISFIT, math.nan))):
+    elif shown is None and math.isfinite(misfit := float(first_call.notes.get(LOSS_MISFIT, math.nan))):
         why = (
             f"{misfit:.2%} of the gradient of the job's logits cannot come from a loss of log-probs; "
             "label smoothing, a temperature, an entropy or a loss scale may have made it"
@@ -265,13 +270,13 @@ def choose_loss(spec: ReplayParts, selection: Selection, first_call: CapturedCal
 
 
 def set_loss_of_job(spec: ReplaySpec, selection: Selection) -> ReplaySpec:
-    """Return the spec with the loss that the job noted, for replays that could not choose it themselves."""
+    """Return the spec with the loss that the job's captures show, for replays that could not choose it themselves."""
     loss = choose_loss(spec, selection, None)
     return replace(spec, measure=replace(spec.measure, loss=loss.value)) if loss.by is ChosenBy.JOB else spec
 
 
-def _find_noted_loss_obstacle(spec: ReplayParts) -> str | None:
-    """Say which options are against taking a noted objective that is not typed; None if none is."""
+def _find_shown_loss_obstacle(spec: ReplayParts) -> str | None:
+    """Say which options are against taking an objective that captures show and nobody typed; None if none is."""
     inputs, measure = spec.inputs, spec.measure
     if inputs.passes is not Passes.TRAIN:
         why = "takes rollout passes, too" if inputs.passes is Passes.ALL else "takes rollout passes"
@@ -319,9 +324,9 @@ def _finalize_packing_choice(
 
 def _explain_packing(packing: ResolvedChoice, actor: ActorSpec, layout: Layout) -> ResolvedChoice:
     by = ChosenBy.MODEL if packing.value != actor.packs else packing.by
-    if by is ChosenBy.TYPED and not layout.why:
+    if by is ChosenBy.TYPED and not layout.why_unusual:
         return replace(packing, value=actor.packs, by=by, why="")
-    why = packing.why or layout.why or ("its packed documents stay apart" if actor.packs else "")
+    why = packing.why or layout.why_unusual or ("its packed documents stay apart" if actor.packs else "")
     return replace(packing, value=actor.packs, by=by, why=why)
 
 

@@ -25,7 +25,7 @@ from capture.file_format.micro_batch import (
 )
 from capture.file_format.segment import Segment, capture_exists
 from capture.file_format.segment_record import SegmentRecord, digest_window
-from replay.objective.objective import name_loss, name_noted_objective, select_loss_tokens
+from replay.objective.objective import name_loss, name_shown_objective, select_loss_tokens
 from replay.options.option_parsing import format_error_with_flags
 from replay.options.spec import InputOrder, InputsSpec, LossName, Passes, check_inputs, find_sample_folder
 from replay.output.text import describe_unreplayable, explain_unrecorded, join_lines, pluralise
@@ -91,15 +91,15 @@ class Selection:
     recording: ChosenRecording | None = None
 
     @property
-    def noted_objective(self) -> str | None:
-        """The objective whose loss the job noted in every training pass; None where it did not."""
-        noted = {
+    def shown_objective(self) -> str | None:
+        """The objective that every training pass of the job shows, as `name_shown_objective` has it; else None."""
+        shown = {
             job_pass.objective
             for input_round in self.rounds
             if input_round.trains
             for job_pass in input_round.job_passes
         }
-        return noted.pop() if len(noted) == 1 else None
+        return shown.pop() if len(shown) == 1 else None
 
     def describe(self) -> RunInputs:
         """Return what is replayed and what is not, for run.json."""
@@ -227,7 +227,7 @@ def _describe_job_pass(call: CapturedCall, batch: MicroBatch, num_tokens: int) -
         num_steps_before=call.optimizer_step,
         step=None if call.step is None else call.step.drop_elements(),
         loss_per_mean=1.0 if not divisor else num_tokens / divisor,
-        objective=name_noted_objective(call, batch, list_job_dtypes(call)),
+        objective=name_shown_objective(call, batch, list_job_dtypes(call)),
     )
 
 

@@ -173,7 +173,7 @@ class RunFile:
 
         def read_part(kind: type[Part], part: Any = values) -> Part:
             try:
-                return from_json(kind, part, source=f"{path} is damaged", ignore_others=True)
+                return from_json(kind, part, source=f"{path} is damaged", ignore_unknown_fields=True)
             except UsageError as error:
                 raise UsageError(f"{error.text}. Try: {values.get('command', 'replay')}, again") from error
 

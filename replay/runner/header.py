@@ -35,7 +35,7 @@ MAX_NAMED_PARTS = 4
 
 def describe_frozen_in_job(resolved: ResolvedReplay) -> str:
     """Say what is not trained, and that the backend cannot change that where the job did; empty for neither."""
-    frozen, changed_at = list_frozen(resolved.source), resolved.first_forward_training_others
+    frozen, changed_at = list_frozen(resolved.source), resolved.first_forward_with_other_trained_parameters
     if changed_at is None:
         return f"{frozen}, as in the job" if frozen else ""
     follower = " ".join(map(spell_setting, list_whole_backend(resolved.actor)))
@@ -222,7 +222,11 @@ class Header:
                 limit = self.resolved.job_code_clip_norm
                 step = step if limit is None else replace(step, max_norm=limit)
                 differing = list_setting_differences(
-                    step, actor, 0, loaded_counts=counts, job_setting_names=self.resolved.job_setting_names
+                    step,
+                    actor,
+                    0,
+                    loaded_counts=counts,
+                    optimizer_settings_of_job=self.resolved.optimizer_settings_of_job,
                 )
                 text = f"other than the job's: {'; '.join(differing)}" if differing else "as the job's"
                 text += "" if limit is None else f", whose own code clips to {limit:g}"

@@ -130,7 +130,7 @@ class TraceObserver(PassObserver):
             self._trace.end_window()
 
 
-class LogProbWeigher(PassObserver):
+class LogProbWeightMeter(PassObserver):
     """Measures what the log-probs weigh in the loss."""
 
     pauses_clock_after: ClassVar[frozenset[RankPhase]] = frozenset({RankPhase.FORWARD})
@@ -247,7 +247,7 @@ class RunObservers:
     compilation: CompilationCounter
     trace: TraceObserver | None
     position: PositionMarker
-    log_prob_weigher: LogProbWeigher | None
+    log_prob_weight_meter: LogProbWeightMeter | None
     gradient: GradientSampler | None
     sketch: GradientSketcher | None
     loss_check: LossCheck | None
@@ -260,7 +260,7 @@ class RunObservers:
             self.compilation,
             self.trace,
             self.position,
-            self.log_prob_weigher,
+            self.log_prob_weight_meter,
             self.gradient,
             self.sketch,
             self.loss_check,

@@ -23,7 +23,7 @@ from replay.objective.router_loss import (
     computes_router_loss,
     find_router_loss,
 )
-from replay.options.declarations.recorded import RECORDED
+from replay.options.declarations.recorded import FROM_LOGIT_GRADIENT
 from replay.options.resolved import ResolvedReplay
 from replay.options.spec import LossName, is_objective
 from replay.runlog.records import RoutesSection
@@ -103,7 +103,7 @@ class PassRouting:
                 loss=router_loss,
                 is_real_T=is_real_T,
                 scale=scale_to_mean(call, batch) if noted is None else 1.0,
-                job_loss=noted,
+                noted_loss=noted,
             ),
         )
 
@@ -119,7 +119,7 @@ class PassRouting:
 
     def _is_left_to_job(self, call: CapturedCall) -> bool:
         """Tell whether the job's loop computed its loss, and its model gave it a routers' loss to add."""
-        return self.loss == RECORDED.name and call.trains and computes_router_loss(call, self.config)
+        return self.loss == FROM_LOGIT_GRADIENT.name and call.trains and computes_router_loss(call, self.config)
 
     def _read_noted_loss(self, call: CapturedCall, batch: MicroBatch) -> NotedLoss:
         value = call.outputs.get("noted_loss")

@@ -43,7 +43,7 @@ from replay.runner.observers import (
     FirstUseObserver,
     GradientSampler,
     GradientSketcher,
-    LogProbWeigher,
+    LogProbWeightMeter,
     LossCheck,
     OptimizerStateSampler,
     PositionMarker,
@@ -158,6 +158,7 @@ class Replayer:
         self.tracker = tracker
         self.weight_checker = weight_checker
         self.trace = trace
+        # `spec.measure` says what each pass does and where it is logged. What measures is the meter.
         self.window = AccumulationWindow(grad_accumulation=spec.actor.resolved_grad_accumulation, rounds=rounds)
         self.details_folder = log_folder if spec.measure.keeps_details else None
         self.non_finite_search = NonFiniteSearch(spec=spec.actor, world=world, report_progress=tracker.report_progress)
@@ -361,12 +362,14 @@ class Replayer:
         cost = self.step_follower.subtract_optimizer_state_bytes(outcome.cost)
         self.step_follower.count_step(inputs, self.reopenable_actor.backend)
 
-        log_prob_weigher, gradient_sampler = run_observers.log_prob_weigher, run_observers.gradient
+        log_prob_weight_meter, gradient_sampler = run_observers.log_prob_weight_meter, run_observers.gradient
         at_recorded_positions, all_action_log_probs = self._collect_log_probs(outcome, inputs, captured_call, batch)
         replayed_pass = ReplayedPass(
             log_probs_at_recorded_positions=at_recorded_positions,
             all_action_log_probs=all_action_log_probs,
-            log_prob_weights=log_prob_weigher.log_prob_weights if log_prob_weigher is not None else LogProbWeights(),
+            log_prob_weights=log_prob_weight_meter.log_prob_weights
+            if log_prob_weight_meter is not None
+            else LogProbWeights(),
             gradient=gradient_sampler.samples if gradient_sampler is not None else None,
             state=state_sampler.samples if state_sampler is not None else {},
             draws=generator_observer.draws,
@@ -418,7 +421,7 @@ class Replayer:
             compilation=CompilationCounter(),
             trace=TraceObserver(self.trace) if self.trace else None,
             position=PositionMarker(self.tracker),
-            log_prob_weigher=LogProbWeigher() if self._objective is not None else None,
+            log_prob_weight_meter=LogProbWeightMeter() if self._objective is not None else None,
             gradient=GradientSampler(backend, self.window.recorded_samples, self.window.recorded_signatures)
             if has_samples
             else None,
@@ -492,6 +495,7 @@ class Replayer:
             # The backend's division is right for a mean loss. A loss that is normalised over the whole window is summed
             # over its passes, and the job's DDP divided it by the number of ranks only.
             return num_window_passes / objective_data.num_job_ranks if self._objective.sums_over_window else 1.0
+        # The value of --window: what each pass weighs in the gradient of its window.
         window_weights = self.spec.measure.window
         if num_window_passes == 1 or window_weights is WindowWeights.MEAN_OF_MEANS:
             return 1.0

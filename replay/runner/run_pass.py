@@ -126,8 +126,9 @@ class PassOutcome:
     router_flips  of each router that was compared with the job's: the tokens for which it chose other experts here
     router_loss   the routers' part of `loss`; None: it has none
     router_loss_factor  what the routers' loss is multiplied by in the loss that the job gave to `recorder.note`: 0, 1,
-                  or the negated sum of the derivatives of the loss by the log-probs; nan: the job's loss does not tell
-                  which; None: there is no job's loss to compare with
+                  or `LogProbWeights.total` of the loss, by which a loop that adds the routers' loss before it weighs
+                  the pass multiplies both; nan: the job's loss does not tell which; None: there is no job's loss to
+                  compare with
     """
 
     log_probs_BA: Tensor
@@ -176,7 +177,7 @@ class Clock(Protocol):
     """Measures this rank's part of a pass. `NullClock` neither measures nor waits for other ranks."""
 
     def wait_for_all_ranks(self) -> None:
-        """Wait, on the device's own queue, until every rank has called this, so that all begin the pass together."""
+        """Wait, in the device's stream, until every rank has called this, so that all begin the pass together."""
 
     def start(self) -> None:
         """Begin to measure the pass."""
@@ -185,7 +186,7 @@ class Clock(Protocol):
         """Measure the time inside the block as the phase `name`."""
 
     def wait_for_slowest_rank(self) -> None:
-        """Wait, on the device's own queue, until every rank has ended its forward. No phase is charged for the wait."""
+        """Wait, in the device's stream, until every rank has ended its forward. No phase is charged for the wait."""
 
     def pause(self) -> AbstractContextManager[None]:
         """Leave the time in the block out of the seconds of the whole pass. Call it between two phases."""
@@ -431,12 +432,12 @@ def _compute_router_loss(
     if (term := inputs.router_loss_term) is None:
         return None, None
     router_loss = term.compute(states)
-    if term.job_loss is None:
+    if term.noted_loss is None:
         return router_loss, None
     # The loss that the job gave to `recorder.note` tells whether its loop added the routers' loss, and with which
     # factor. Here it is added with the same factor. If the factor is unknown, the routers' loss is left out, and the
     # verdict doubts a gradient that differs.
-    factor = term.job_loss.find_factor(loss, log_probs_BA, router_loss)
+    factor = term.noted_loss.find_factor(loss, log_probs_BA, router_loss)
     return factor.nan_to_num() * router_loss, factor
 
 
@@ -447,9 +448,10 @@ def prepare_actor_inputs(batch: MicroBatch, spec: ActorSpec, model_source: Model
     """
     check_vocabulary(batch, model_source)
     layout = model_source.layout_under(spec)
-    # Rows are joined (`joins_rows`) even where the model is fed padded rows (`packs` is False), one document a row:
-    # `apply_layout` cuts them at the documents' borders, which only joined rows have.
+    # Where each document becomes a padded row of its own, rows are joined first, and `apply_layout` cuts them again at
+    # the documents' borders, which only joined rows have.
     inputs = apply_layout(prepare_inputs(batch, packing=layout.joins_rows), layout)
+    # A kernel has a form for each kind of rows that it computes, packed, padded or ring.
     if (
         inputs.attention_mask_BS is not None
         and not find_attention_form(

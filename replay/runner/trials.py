@@ -54,7 +54,7 @@ def may_have_other_weights(passes: Sequence[PassEvidence], index: int) -> bool:
     return any(
         recorded.num_steps_before is not None
         and recorded.num_steps_before > min(steps_before)
-        and not recorded.weights.are_same
+        and not recorded.weight_comparison.are_same
         for record, recorded, _ in passes
         if record.index == index and recorded is not None
     )

@@ -130,7 +130,7 @@ class TraceFile:
                     f"{path} is in format {values['format']}; this version compares traces of format {FORMAT}. "
                     "Try: the run again"
                 )
-            metadata = from_json(TraceMetadata, values, source="its metadata", ignore_others=True)
+            metadata = from_json(TraceMetadata, values, source="its metadata", ignore_unknown_fields=True)
             return cls(
                 path=path, metadata=metadata, order=[TensorKey.parse(text) for text in metadata.order], _file=file
             )

@@ -57,7 +57,7 @@ class VerdictSettings:
     lacks_weights     the model is a user's own, and its weights are random, since --weights was not given
     stepping_actor    the actor, if its optimizer steps (with --step, or as the job); None: the replay takes no step
     loaded_counts     the steps that were counted by the state that its optimizer begins with; None: it has no state
-    job_setting_names  names, by torch, of the settings that the replay takes from each of the job's steps
+    optimizer_settings_of_job  names, by torch, of the settings that the replay takes from each of the job's steps
     steps_unasked     the replay steps though --step was not typed, and leaves out steps that it cannot take as the job
     step_dtype        the coarse dtype that the optimizer rounds a step to; None: it rounds to none, or does not step
     num_steps_before  the steps that the job had taken before the first pass of the replay
@@ -82,7 +82,7 @@ class VerdictSettings:
     grad_accumulation: int
     stepping_actor: ActorSpec | None = None
     loaded_counts: Sequence[int] | None = None
-    job_setting_names: frozenset[str] = frozenset()
+    optimizer_settings_of_job: frozenset[str] = frozenset()
     steps_unasked: bool = False
     step_dtype: str | None = None
     num_steps_before: int = 0
@@ -102,6 +102,11 @@ class VerdictSettings:
     lacks_weights: bool = False
     follows_frozen: bool = False
     job_code_clip_norm: float | None = None
+
+    @property
+    def follows_steps(self) -> bool:
+        """Does the replay's optimizer step where the job's did?"""
+        return self.stepping_actor is not None
 
     @property
     def chooses_experts(self) -> bool:

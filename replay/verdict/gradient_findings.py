@@ -56,7 +56,7 @@ class ComparedPass:
     """One pass of one rank: what the job recorded, what the replay computed, and what their comparison found.
 
     findings                of the pass alone, without the gradient
-    weights                 what is known of the weights that the pass ran on
+    weight_comparison       what is known of the weights that the pass ran on
     previous_pass_has_grad_norm  the same rank's pass just before it has a recorded gradient norm
     masks                   what the ends of the random generators tell of the dropout masks
     has_job_dropout_masks   the replay drew the job's masks, as these ends show, or, without them, its numbers
@@ -69,7 +69,7 @@ class ComparedPass:
     recorded: RecordedPass
     replayed: ReplayedPass
     findings: Sequence[Finding]
-    weights: WeightComparison
+    weight_comparison: WeightComparison
     previous_pass_has_grad_norm: bool
     masks: MaskComparison = MaskComparison()
     has_job_dropout_masks: bool = False
@@ -104,7 +104,7 @@ def list_step_differences(window: Sequence[ComparedPass], settings: VerdictSetti
         number,
         (job_norm, replay_norm),
         loaded_counts=settings.loaded_counts,
-        job_setting_names=settings.job_setting_names,
+        optimizer_settings_of_job=settings.optimizer_settings_of_job,
     )
 
 
@@ -166,7 +166,7 @@ def _compare_window(window: Sequence[ComparedPass], settings: VerdictSettings) -
 
 
 def _compare_optimizer(window: Sequence[ComparedPass], settings: VerdictSettings) -> list[Finding]:
-    if settings.stepping_actor is None or not list_steps(window) or not window[-1].record.result.has_stepped:
+    if not settings.follows_steps or not list_steps(window) or not window[-1].record.result.has_stepped:
         return []
     differences = list_step_differences(window, settings, window[0].record.result.num_steps)
     return [report_other_settings(differences)] if differences else []
@@ -222,7 +222,7 @@ def _compare_gradient(window: Sequence[ComparedPass], settings: VerdictSettings)
         num_passes = max((len(step.passes) for step in steps), default=1)
         signed: list[Finding] = []
         if evidence is not None:
-            has_stepped = settings.stepping_actor is not None and window[0].record.index > 0
+            has_stepped = settings.follows_steps and window[0].record.index > 0
             signed = judge_signatures(
                 evidence, settings, dtypes, index, sample_doubt, num_passes, has_stepped=has_stepped
             )

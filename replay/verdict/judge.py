@@ -170,7 +170,7 @@ def judge_without_causes(passes: Sequence[PassEvidence], settings: VerdictSettin
     compared_passes = clip_as_the_job(compared_passes, settings)
     compared_passes = check_weights(compared_passes)
     compared_passes = add_window_findings(compared_passes, settings)
-    if settings.stepping_actor is not None:
+    if settings.follows_steps:
         compared_passes = infer_weights_after_steps(compared_passes, settings)
 
     compared_passes = mark_job_dropout_masks(compared_passes, settings)
@@ -236,7 +236,7 @@ def _compare_passes(passes: Sequence[PassEvidence], settings: VerdictSettings) -
                 *compare_pass(record, recorded, replayed, settings),
                 *compare_routes(record, recorded, replayed, settings),
             ],
-            weights=recorded.weights,
+            weight_comparison=recorded.weight_comparison,
             previous_pass_has_grad_norm=recorded.forward_number is not None
             and (recorded.rank, recorded.forward_number - 1) in passes_with_grad_norm,
         )

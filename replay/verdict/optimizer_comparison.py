@@ -22,7 +22,7 @@ def list_setting_differences(
     norms: tuple[float | None, float | None] | None = None,
     *,
     loaded_counts: Sequence[int] | None = None,
-    job_setting_names: Container[str] = (),
+    optimizer_settings_of_job: Container[str] = (),
 ) -> list[str]:
     """List how the job's step differs from the replay's step `number`, as `weight decay 10 in the job, 0.01 here`.
 
@@ -30,11 +30,13 @@ def list_setting_differences(
 
     norms          of the gradient in the job and here, as far as they are known; None: the replay's will be the job's
     loaded_counts  the steps counted by the state that the replay began with; None: it began without one
-    job_setting_names  names, by torch, of the settings that the replay takes from each of the job's steps
+    optimizer_settings_of_job  names, by torch, of the settings that the replay takes from each of the job's steps
     """
     if step.optimizer is None:
         return ["the job's optimizer was not recorded"]
-    texts = (text for group in step.settings for text in _compare_group(group, step, spec, number, job_setting_names))
+    texts = (
+        text for group in step.settings for text in _compare_group(group, step, spec, number, optimizer_settings_of_job)
+    )
     differences = list(dict.fromkeys(texts))
     if not step.settings:
         differences += _compare_classes(step.optimizer, step.library, spec)
@@ -83,7 +85,11 @@ def _compare_classes(class_name: str, library: str | None, spec: ActorSpec) -> l
 
 
 def _compare_group(
-    settings: Mapping[str, Any], step: OptimizerStep, spec: ActorSpec, number: int, job_setting_names: Container[str]
+    settings: Mapping[str, Any],
+    step: OptimizerStep,
+    spec: ActorSpec,
+    number: int,
+    optimizer_settings_of_job: Container[str],
 ) -> Iterator[str]:
     """Yield the differences of one of the job's parameter groups."""
     group = read_job_group(settings, step.optimizer or "", step.library)
@@ -96,7 +102,7 @@ def _compare_group(
         yield format_error_with_flags(explain_unknown_class(group))
         return
     is_family = family is not None and own is not None and family.option_value in (own.option_value, own.companion)
-    if family is None or not (is_family or FAMILY in job_setting_names):
+    if family is None or not (is_family or FAMILY in optimizer_settings_of_job):
         yield f"{_describe_class(group, spec)} in the job, {_describe_own(spec)} here"
         return
     replay_settings = family.read_options(spec) if family is own else {"lr": spec.base_rate}
@@ -104,7 +110,7 @@ def _compare_group(
         replay_settings["lr"] = spec.base_rate * number / spec.lr_warmup_steps
     job_settings = family.read_job_settings({"lr": replay_settings["lr"], **settings})
     for name, replay_value in replay_settings.items():
-        if name not in job_setting_names and not _is_same(job_settings[name], replay_value):
+        if name not in optimizer_settings_of_job and not _is_same(job_settings[name], replay_value):
             label = LABELS.get(name, name)
             yield f"{label} {format_value(job_settings[name])} in the job, {format_value(replay_value)} here"
     for name in family.list_unknown_settings(settings):

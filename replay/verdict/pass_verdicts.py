@@ -86,7 +86,7 @@ def _decide_outcome(
 
     Returns the outcome, and its reason where one is needed.
     """
-    findings, weights, recorded = compared_pass.findings, compared_pass.weights, compared_pass.recorded
+    findings, weights, recorded = compared_pass.findings, compared_pass.weight_comparison, compared_pass.recorded
     if compared_pass.record.error is not None:
         return Outcome.CANNOT_TELL, FAILED
     if weights.differing:
@@ -228,10 +228,10 @@ def _judge_window(
     ]
     if not findings:
         return None
-    weights = merge_comparisons([compared_pass.weights for compared_pass in window])
+    weights = merge_comparisons([compared_pass.weight_comparison for compared_pass in window])
     # The window's masks are the job's if those of all its passes are; else they are as those of the first other pass.
     masks = next((member.masks for member in window if not member.has_job_dropout_masks), PROVEN_MASKS)
-    window_as_pass = replace(window[-1], findings=findings, weights=weights, masks=masks)
+    window_as_pass = replace(window[-1], findings=findings, weight_comparison=weights, masks=masks)
     replay_draws_job_masks = _has_shown_job_masks(compared_passes)
     outcome, reason = _decide_outcome(window_as_pass, settings, replay_draws_job_masks=replay_draws_job_masks)
     return replace(

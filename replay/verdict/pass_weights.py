@@ -52,7 +52,7 @@ def check_weights(compared_passes: Sequence[ComparedPass]) -> list[ComparedPass]
     ]
     by_key: dict[Hashable, list[WeightComparison]] = {}
     for key, compared_pass in zip(keys, compared_passes, strict=True):
-        by_key.setdefault(key, []).append(compared_pass.recorded.weights)
+        by_key.setdefault(key, []).append(compared_pass.recorded.weight_comparison)
     # A single comparison of a shard is merged too: merging adds a doubt if it sampled nothing.
     merged = {
         key: merge_comparisons(comparisons) if len(comparisons) > 1 or comparisons[0].is_sharded else comparisons[0]
@@ -66,7 +66,7 @@ def check_weights(compared_passes: Sequence[ComparedPass]) -> list[ComparedPass]
     return [
         replace(
             compared_pass,
-            weights=_infer_unsampled_parameters(
+            weight_comparison=_infer_unsampled_parameters(
                 merged[key],
                 compared_pass.recorded.forward_number or 0,
                 differing[_find_model_rank(compared_pass.recorded)],
@@ -78,7 +78,7 @@ def check_weights(compared_passes: Sequence[ComparedPass]) -> list[ComparedPass]
 
 def _find_model_rank(recorded: RecordedPass) -> int | None:
     """Find the rank whose whole model a pass ran on; None where the ranks of the job shard one model."""
-    return None if recorded.weights.is_sharded else recorded.rank
+    return None if recorded.weight_comparison.is_sharded else recorded.rank
 
 
 def _make_weights_key(recorded: RecordedPass, number: int) -> Hashable:
@@ -88,7 +88,7 @@ def _make_weights_key(recorded: RecordedPass, number: int) -> Hashable:
     """
     if recorded.num_steps_before is not None:
         return "step", _find_model_rank(recorded), recorded.num_steps_before
-    return ("pass", recorded.forward_number) if recorded.weights.is_sharded else ("alone", number)
+    return ("pass", recorded.forward_number) if recorded.weight_comparison.is_sharded else ("alone", number)
 
 
 def _infer_unsampled_parameters(
@@ -142,7 +142,7 @@ def drop_floors_after_rounded_step(
     """
     steps = [recorded.step_after for _, recorded in passes if recorded.step_after is not None]
     step_dtype = find_step_dtype(steps)
-    if step_dtype is None or settings.stepping_actor is None:
+    if step_dtype is None or not settings.follows_steps:
         return settings
     first = min((recorded.num_steps_before or 0 for _, recorded in passes), default=0)
     before = {index for index, recorded in passes if recorded.num_steps_before == first}
@@ -161,7 +161,7 @@ def infer_weights_after_steps(compared_passes: Sequence[ComparedPass], settings:
     windows = group_into_windows(compared_passes)
     if not windows:
         return list(compared_passes)
-    initial = merge_comparisons([compared_pass.weights for compared_pass in windows[0]])
+    initial = merge_comparisons([compared_pass.weight_comparison for compared_pass in windows[0]])
     steps = [window for window in windows if window[-1].record.result.has_stepped]
     reasons = [
         list_step_differences(window, settings, number) or explain_unjudged_gradient(window)
@@ -180,8 +180,8 @@ def infer_weights_after_steps(compared_passes: Sequence[ComparedPass], settings:
             inferred.append(compared_pass)
             continue
         if change is None and other_step is not None and other_step < num_steps:
-            differing = compared_pass.recorded.weights.differing or initial.compared
-            inferred.append(replace(compared_pass, weights=replace(initial, differing=differing)))
+            differing = compared_pass.recorded.weight_comparison.differing or initial.compared
+            inferred.append(replace(compared_pass, weight_comparison=replace(initial, differing=differing)))
             continue
         # Weights that agree after a step leave no doubt of the steps before.
         num_proven = max(
@@ -191,14 +191,16 @@ def infer_weights_after_steps(compared_passes: Sequence[ComparedPass], settings:
         other_count = _explain_step_count(compared_pass.recorded, windows[0], num_steps)
         if other_count is not None and settings.steps_unasked:
             # The steps were followed no further, and the weights are those of an earlier step.
-            differing = compared_pass.recorded.weights.differing or initial.compared
-            inferred.append(replace(compared_pass, weights=replace(initial, differing=differing, doubt=other_count)))
+            differing = compared_pass.recorded.weight_comparison.differing or initial.compared
+            inferred.append(
+                replace(compared_pass, weight_comparison=replace(initial, differing=differing, doubt=other_count))
+            )
             continue
         doubt = change or doubt or other_count
         if settings.why_no_floors is not None and is_coarse(list_dtypes(compared_pass.recorded, settings)):
             doubt = doubt or f"how far rounding takes two trainings apart is not known: {settings.why_no_floors}"
         weights = replace(initial, doubt=initial.doubt if doubt is None else doubt)
-        inferred.append(replace(compared_pass, weights=weights))
+        inferred.append(replace(compared_pass, weight_comparison=weights))
     return inferred
 
 
@@ -230,7 +232,7 @@ def _explain_step_count(recorded: RecordedPass, first_window: Sequence[ComparedP
 
 def choose_weights_to_show(compared_passes: Sequence[ComparedPass]) -> WeightComparison | None:
     """Choose the weights to show: those of the first pass with other ones, else all passes' samples together."""
-    comparisons = [compared_pass.weights for compared_pass in compared_passes]
+    comparisons = [compared_pass.weight_comparison for compared_pass in compared_passes]
     if not comparisons:
         return None
     other = next((weights for weights in comparisons if weights.first is not None), None)
@@ -258,8 +260,8 @@ def find_unmoved_weights(
         return []
     # Both samples are compared with the weights that the replay began with: if both are the same, the job's did not
     # move. Where the replay steps, the weights of a pass are concluded from the steps, and not from its samples.
-    before, after = last.weights, next_pass.weights
-    if settings.stepping_actor is not None:
+    before, after = last.weight_comparison, next_pass.weight_comparison
+    if settings.follows_steps:
         before, after = (_merge_samples_at(compared_passes, number) for number in (next_step - 1, next_step))
     if not after.are_same or not before.are_same:
         return []
@@ -275,7 +277,7 @@ def find_miscounted_steps(
     """
     recorded = window[-1].recorded
     step = recorded.step_after
-    if step is None or settings.stepping_actor is not None:
+    if step is None or settings.follows_steps:
         return []
     following = next(
         (
@@ -299,5 +301,5 @@ def _merge_samples_at(compared_passes: Sequence[ComparedPass], num_steps: int) -
     """Merge what the passes sampled before which the job had taken this number of steps."""
     recorded_passes = [compared_pass.recorded for compared_pass in compared_passes]
     return merge_comparisons(
-        [recorded.weights for recorded in recorded_passes if (recorded.num_steps_before or 0) == num_steps]
+        [recorded.weight_comparison for recorded in recorded_passes if (recorded.num_steps_before or 0) == num_steps]
     )

@@ -22,7 +22,7 @@ from capture.file_format.micro_batch import IGNORED_LABEL, SHIFT_LABELS, MicroBa
 from capture.file_format.optimizer_step import OptimizerStep, Sample, choose_sampled_tokens
 from capture.file_format.tensor_codec import TrainingMode
 from replay.objective.objective import LogProbWeights, name_loss, select_loss_tokens
-from replay.options.declarations.recorded import RECORDED
+from replay.options.declarations.recorded import FROM_LOGIT_GRADIENT
 from replay.options.spec import LossName, is_objective
 from replay.output.text import pluralise
 from replay.runlog.records import PassRecord
@@ -132,7 +132,7 @@ class RecordedPass:
     world_size: int | None
     trains: bool
     claims: Sequence[Claim]
-    weights: WeightComparison
+    weight_comparison: WeightComparison
     num_frozen: int
     dtypes: Sequence[str]
     environment: Mapping[str, str] = field(default_factory=dict)
@@ -154,16 +154,16 @@ def read_recorded_pass(
     call: CapturedCall,
     batch: MicroBatch,
     loss: str,
-    weights: WeightComparison,
+    weight_comparison: WeightComparison,
     special_tokens: SpecialTokens,
 ) -> RecordedPass:
     """Read what the job recorded of one pass.
 
     batch    as captured, with its action mask
     loss     what the replay computes
-    weights  the comparison of the job's weights with the replay's
+    weight_comparison  of the job's weights with the replay's
     """
-    is_recorded = loss == RECORDED.name
+    is_recorded = loss == FROM_LOGIT_GRADIENT.name
     num_tokens = count_action_tokens(select_loss_tokens(loss, batch))
     targets_BS = batch.loss_targets_BS if is_recorded else None
     return RecordedPass(
@@ -177,7 +177,7 @@ def read_recorded_pass(
             *_claim_token_log_probs(call),
             *_claim_grad_norm(call),
         ],
-        weights=weights,
+        weight_comparison=weight_comparison,
         num_frozen=call.weights.num_frozen if call.weights is not None else 0,
         samples=call.weights.samples if call.weights is not None else (),
         dtypes=list_job_dtypes(call),
@@ -232,7 +232,7 @@ def _claim_losses(call: CapturedCall, batch: MicroBatch, loss: str) -> list[Clai
 
 def _claim_losses_of_objective(call: CapturedCall, batch: MicroBatch, loss: str) -> list[Claim]:
     # The gradient tells the weights of the log-probs, and not the value of the loss.
-    if loss == RECORDED.name:
+    if loss == FROM_LOGIT_GRADIENT.name:
         return []
     if isinstance(value := call.outputs.get("noted_loss"), float):
         return [Claim(name=LOSS, values=[value], doubt=_doubt_action_mask(batch))]

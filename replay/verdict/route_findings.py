@@ -60,7 +60,12 @@ def describe_flips(passes: Iterable[tuple[PassRecord, RecordedPass | None, Repla
     flips: dict[str, int] = {}
     num_tokens, has_job_routes = 0, True
     for record, recorded, replayed in passes:
-        if record.error is None and recorded is not None and recorded.weights.are_same and replayed.router_flips:
+        if (
+            record.error is None
+            and recorded is not None
+            and recorded.weight_comparison.are_same
+            and replayed.router_flips
+        ):
             num_tokens += record.routes.routed_tokens
             has_job_routes &= replayed.has_job_routes
             for router_flips in replayed.router_flips:

@@ -24,7 +24,7 @@ def compare_states(
     passes  of one window: what the job recorded, and what the replay computed
     index   of the window's last pass
     """
-    if settings.stepping_actor is None:
+    if not settings.follows_steps:
         return []
     dtypes = [dtype for recorded, _ in passes for dtype in list_dtypes(recorded, settings)]
     gradient_bound = settings.choose_bound(GRADIENT, dtypes, 1, index)

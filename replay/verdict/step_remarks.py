@@ -84,7 +84,7 @@ def holds_no_trained_parameter(passes: Sequence[RecordedPass]) -> bool:
 
 def _check_share(trained: Sequence[RecordedPass], steps: Sequence[OptimizerStep]) -> str | None:
     """Say so if each step was of fewer parameters than are trainable."""
-    num_trainable = max(recorded.weights.num_parameters - recorded.num_frozen for recorded in trained)
+    num_trainable = max(recorded.weight_comparison.num_parameters - recorded.num_frozen for recorded in trained)
     most = count_stepped_parameters(steps, num_trainable)
     if most is None:
         return None

@@ -87,7 +87,7 @@ def _compare_ranks(passes: Sequence[PassEvidence]) -> Pairs:
     whole = [
         recorded
         for _, recorded, _ in passes
-        if recorded is not None and not recorded.weights.is_sharded and recorded.num_steps_before is not None
+        if recorded is not None and not recorded.weight_comparison.is_sharded and recorded.num_steps_before is not None
     ]
     steps = [(recorded, recorded.step_after) for recorded in whole if recorded.step_after is not None]
     weights = _find_difference_of_ranks([(recorded, recorded.samples) for recorded in whole], least=0.0)
@@ -110,7 +110,11 @@ def _compare_forwards_of_ranks(passes: Sequence[PassEvidence], judged_passes: Se
         if recorded is None or recorded.rank is None or recorded.num_steps_before is None or judged is None:
             continue
         findings = [finding for finding in judged.findings if finding.is_evidence]
-        if findings and not recorded.weights.is_sharded and judged.outcome in (Outcome.DIFFERS, Outcome.REPRODUCED):
+        if (
+            findings
+            and not recorded.weight_comparison.is_sharded
+            and judged.outcome in (Outcome.DIFFERS, Outcome.REPRODUCED)
+        ):
             by_rank = is_wrong.setdefault(recorded.num_steps_before, {})
             by_rank.setdefault(recorded.rank, set()).add(judged.outcome is Outcome.DIFFERS)
     first = next((step for step in sorted(is_wrong) if {True} in is_wrong[step].values()), None)
@@ -128,7 +132,7 @@ def _find_other_norms(steps: Sequence[tuple[RecordedPass, OptimizerStep]]) -> tu
     """Find the first gradient of a whole parameter whose norm is another one on two ranks, as samples are found."""
     seen: dict[tuple[int, str], tuple[int | None, float]] = {}
     for recorded, step in steps:
-        compared = set(recorded.weights.compared)
+        compared = set(recorded.weight_comparison.compared)
         for signature in step.signatures:
             if signature.is_part or match_parameter_name(signature.name, compared) is None:
                 continue
@@ -152,7 +156,7 @@ def _find_difference_of_ranks(
     for recorded, rank_samples in samples:
         # A rank that held a slice of a parameter has other elements. Its shape is not this model's, so it was not
         # compared with this model's parameter either.
-        compared = set(recorded.weights.compared)
+        compared = set(recorded.weight_comparison.compared)
         for sample in rank_samples:
             if match_parameter_name(sample.name, compared) is None:
                 continue

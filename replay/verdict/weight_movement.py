@@ -39,9 +39,9 @@ def pair_with_first(samples: Iterable[tuple[WeightT, SampleT]]) -> Iterator[tupl
 def did_any_move(passes: Iterable[RecordedPass]) -> bool:
     """Tell whether a parameter of a rank was the replay's in one of these passes, and another in a second one."""
     comparisons = (
-        ((recorded.rank, name), name in recorded.weights.differing)
+        ((recorded.rank, name), name in recorded.weight_comparison.differing)
         for recorded in passes
-        for name in recorded.weights.compared
+        for name in recorded.weight_comparison.compared
     )
     return any(differs != differed_first for _, differed_first, differs in pair_with_first(comparisons))
 

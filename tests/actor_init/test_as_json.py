@@ -103,7 +103,7 @@ def test_a_refused_value_is_cut_short() -> None:
 
 
 def test_other_fields_are_passed_over_where_a_part_is_asked_for() -> None:
-    assert from_json(Part, {"size": 1, "else": 2}, source="here", ignore_others=True) == Part(size=1)
+    assert from_json(Part, {"size": 1, "else": 2}, source="here", ignore_unknown_fields=True) == Part(size=1)
 
 
 def test_a_log_with_numbers_that_are_not_finite_is_read(tmp_path: Path) -> None:

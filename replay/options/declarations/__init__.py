@@ -3,9 +3,11 @@
 from replay.options.declarations.declaration import ObjectiveDeclaration
 from replay.options.declarations.dpo import DPO
 from replay.options.declarations.policy import POLICY
-from replay.options.declarations.recorded import RECORDED
+from replay.options.declarations.recorded import FROM_LOGIT_GRADIENT
 
-OBJECTIVES: dict[str, ObjectiveDeclaration] = {objective.name: objective for objective in (POLICY, DPO, RECORDED)}
+OBJECTIVES: dict[str, ObjectiveDeclaration] = {
+    objective.name: objective for objective in (POLICY, DPO, FROM_LOGIT_GRADIENT)
+}
 
 
 def list_objectives_with(option: str) -> list[str]:

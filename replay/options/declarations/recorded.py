@@ -2,7 +2,7 @@
 
 from replay.options.declarations.declaration import ObjectiveDeclaration
 
-RECORDED = ObjectiveDeclaration(
+FROM_LOGIT_GRADIENT = ObjectiveDeclaration(
     name="recorded",
     formula="replay.objective.recorded:RECORDED",
     help="the job's own, read from its gradient",

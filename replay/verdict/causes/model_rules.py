@@ -234,7 +234,7 @@ def _has_stepped_before(evidence: CauseEvidence) -> bool:
     """Tell whether the replay took a step before the first wrong number."""
     first = evidence.first_wrong
     has_ended = first is not None and any(window[-1].record.index < first.index for window in evidence.windows)
-    return has_ended and evidence.settings.stepping_actor is not None
+    return has_ended and evidence.settings.follows_steps
 
 
 def _were_tokens_judged(evidence: CauseEvidence) -> bool:
@@ -278,7 +278,7 @@ def find_unstated_difference(evidence: CauseEvidence) -> Cause | None:
             try_next="--loss with the job's objective; or labels and recorder.note(loss=...) in the job",
             explains=ALL_FINDINGS,
         )
-    weights = (compared.weights.doubt for compared in evidence.passes if compared.record.index == first.index)
+    weights = (compared.weight_comparison.doubt for compared in evidence.passes if compared.record.index == first.index)
     doubt = next((doubt for doubt in weights if doubt is not None), None)
     # A gradient without a doubt of its own is left unsettled by the weights' alone.
     is_left_open = first.outcome is Outcome.UNSETTLED and all(finding.doubt is None for finding in wrong)

@@ -193,7 +193,8 @@ def find_left_out_parameters(evidence: CauseEvidence) -> Cause | None:
     if evidence.first_wrong is None or not steps:
         return None
     num_trainable = max(
-        compared.recorded.weights.num_parameters - compared.recorded.num_frozen for compared in evidence.passes
+        compared.recorded.weight_comparison.num_parameters - compared.recorded.num_frozen
+        for compared in evidence.passes
     )
     if holds_no_trained_parameter([compared.recorded for compared in evidence.passes]):
         return Cause(

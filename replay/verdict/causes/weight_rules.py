@@ -34,7 +34,7 @@ def find_other_weights(evidence: CauseEvidence) -> Cause | None:
     # Later passes have other weights in any job whose steps are not replayed, so the first pass decides.
     if judged or other is None or other.reason != OTHER_WEIGHTS:
         return None
-    weights = next(compared.weights for compared in evidence.passes if compared.weights.differing)
+    weights = next(compared.weight_comparison for compared in evidence.passes if compared.weight_comparison.differing)
     first = weights.first
     element = (
         ""

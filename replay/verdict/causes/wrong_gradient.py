@@ -93,7 +93,7 @@ def find_wrong_gradient(evidence: CauseEvidence) -> WrongGradient | None:
     settings, index = evidence.settings, window[-1].record.index
     dtypes = [dtype for compared in window for dtype in list_dtypes(compared.recorded, settings)]
     num_passes = max((len(step.passes) for step in list_steps(window)), default=1)
-    has_stepped = settings.stepping_actor is not None and window[0].record.index > 0
+    has_stepped = settings.follows_steps and window[0].record.index > 0
     bounds = {
         name: settings.choose_signature_bound(name_kind(name), dtypes, index, num_passes, has_stepped=has_stepped)
         for name in gradient.parameters

@@ -57,10 +57,10 @@ def test_what_is_run_gives_what_each_document_gives_alone(family: str, world: Wo
         DECIDED[family].as_captured,
     )
     assert spec.packing is layout.packs
-    assert bool(layout.why) is (DECIDED[family] is not PACKED)
+    assert bool(layout.why_unusual) is (DECIDED[family] is not PACKED)
     kernel = choose_kernel(spec, world.device, config)
     assert alone.off(kernel, layout) <= BOUND
-    if layout.why and "does not run" not in layout.why:
+    if layout.why_unusual and "does not run" not in layout.why_unusual:
         # Without the probe the numbers would be wrong.
         assert alone.off(kernel, PACKED) > 0.01
 
@@ -72,7 +72,7 @@ def test_packing_that_was_typed_is_refused_where_it_is_wrong(world: World) -> No
 
 def test_padding_that_was_typed_is_as_captured_and_says_what_the_model_sees(world: World) -> None:
     spec, layout = choose_layout(make_spec(packing=False), tiny_config("rwkv"), world, is_typed=True)
-    assert (spec.packs, layout.as_captured, layout.why) == (False, True, "rwkv sees padding on the left")
+    assert (spec.packs, layout.as_captured, layout.why_unusual) == (False, True, "rwkv sees padding on the left")
     _, layout = choose_layout(make_spec(packing=False), tiny_config("mamba"), world, is_typed=True)
     assert layout == Layout(packs=False)
 
@@ -84,7 +84,9 @@ def test_a_model_of_which_nothing_can_be_proved_is_padded(world: World, monkeypa
     monkeypatch.setattr(packing_probe, "build_small_model", fail)
     _, layout = choose_layout(make_spec(), tiny_config("llama"), world, is_typed=False)
     assert not layout.packs
-    assert "could not be proved that llama keeps packed documents apart: ValueError: no such width" in layout.why
+    assert (
+        "could not be proved that llama keeps packed documents apart: ValueError: no such width" in layout.why_unusual
+    )
 
 
 def test_the_run_s_random_states_and_the_config_stay_as_they_are(world: World) -> None:

@@ -103,7 +103,7 @@ def test_ranks_with_gradient_norms_of_their_own_are_said() -> None:
 
 def test_norms_of_ranks_that_hold_parts_of_parameters_are_not_compared() -> None:
     passes = [make_pass(rank=rank, step=make_step(grad_norm=1.0 + rank)) for rank in (0, 1)]
-    assert say([replace(recorded, weights=WeightComparison(is_sharded=True)) for recorded in passes]) == []
+    assert say([replace(recorded, weight_comparison=WeightComparison(is_sharded=True)) for recorded in passes]) == []
     sliced = replace(make_sample(), shape=(4,))
     of_tp = make_pass(rank=1, step=make_step(grad_norm=2.0), weights=make_samples(sliced))
     assert say([passes[0], of_tp]) == []

@@ -52,8 +52,8 @@ def test_what_was_typed_is_not_the_jobs() -> None:
     assert not {"lr", "betas"} & followed.settings[0].groups[0].keys()
     assert followed.groups[0].settings["lr"] == 0.1
     assert followed.groups[0].settings["betas"] == (0.5, 0.95)
-    assert {"lr", "betas"}.isdisjoint(followed.job_setting_names)
-    assert "weight_decay" in followed.job_setting_names
+    assert {"lr", "betas"}.isdisjoint(followed.optimizer_settings_of_job)
+    assert "weight_decay" in followed.optimizer_settings_of_job
 
 
 def test_parameters_go_with_the_groups_that_the_job_had() -> None:

@@ -242,12 +242,12 @@ def test_a_pass_behind_a_step_of_the_job_is_tried_only_on_weights_that_are_its_o
         world_size=1,
         trains=True,
         claims=(),
-        weights=same,
+        weight_comparison=same,
         num_frozen=0,
         dtypes=(),
         num_steps_before=3,
     )
-    doubted = replace(empty, num_steps_before=4, weights=replace(same, doubt="the job had an adapter"))
+    doubted = replace(empty, num_steps_before=4, weight_comparison=replace(same, doubt="the job had an adapter"))
     still = replace(empty, num_steps_before=4)
     recordings = [empty, doubted, still]
     passes = [PassEvidence(record(index), recorded, ReplayedPass()) for index, recorded in enumerate(recordings)]

@@ -42,7 +42,7 @@ def make_recorded(*claims: Claim, draws: RandomDraws | None = FIVE, **changes: A
         "forward_number": 0,
         "world_size": 1,
         "trains": True,
-        "weights": WeightComparison(compared=("a",), num_parameters=1),
+        "weight_comparison": WeightComparison(compared=("a",), num_parameters=1),
         "num_frozen": 0,
         "dtypes": ["float32"],
         "environment": {**ENVIRONMENT, **({"device": "H100"} if draws is not None and "cuda" in draws.after else {})},

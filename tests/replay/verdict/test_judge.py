@@ -340,7 +340,7 @@ RIGHT, WRONG, VAGUE = (
 
 
 def make_recorded(*claims: Claim, forward: int = 0, **changes: Any) -> RecordedPass:
-    values: dict[str, Any] = {"rank": 0, "world_size": 1, "trains": True, "weights": SAME, "num_frozen": 0}
+    values: dict[str, Any] = {"rank": 0, "world_size": 1, "trains": True, "weight_comparison": SAME, "num_frozen": 0}
     return RecordedPass(**{**values, "forward_number": forward, "claims": claims, "dtypes": ["float32"], **changes})
 
 
@@ -362,10 +362,14 @@ def judge_passes(*passes: RecordedPass, setting: VerdictSettings = SETTING, **ch
         ([make_recorded(RIGHT)], Outcome.REPRODUCED, None),
         ([make_recorded(WRONG)], Outcome.DIFFERS, None),
         ([make_recorded(RIGHT), make_recorded(WRONG, forward=1)], Outcome.DIFFERS, None),
-        ([make_recorded(WRONG, weights=OTHER)], Outcome.CANNOT_TELL, "other weights"),
-        ([make_recorded(RIGHT, weights=OTHER)], Outcome.CANNOT_TELL, "other weights"),
-        ([make_recorded(RIGHT, weights=UNKNOWN)], Outcome.REPRODUCED, None),
-        ([make_recorded(WRONG, weights=UNKNOWN)], Outcome.UNSETTLED, "loss is off by 0.063, but the capture holds no"),
+        ([make_recorded(WRONG, weight_comparison=OTHER)], Outcome.CANNOT_TELL, "other weights"),
+        ([make_recorded(RIGHT, weight_comparison=OTHER)], Outcome.CANNOT_TELL, "other weights"),
+        ([make_recorded(RIGHT, weight_comparison=UNKNOWN)], Outcome.REPRODUCED, None),
+        (
+            [make_recorded(WRONG, weight_comparison=UNKNOWN)],
+            Outcome.UNSETTLED,
+            "loss is off by 0.063, but the capture holds no",
+        ),
         ([make_recorded(VAGUE)], Outcome.UNSETTLED, "another objective"),
         ([make_recorded(RIGHT, VAGUE)], Outcome.UNSETTLED, "another objective"),
         ([make_recorded(RIGHT, VAGUE), make_recorded(WRONG, forward=1)], Outcome.DIFFERS, None),
@@ -406,7 +410,8 @@ def test_a_pass_answers_for_parameters_that_it_has_no_sample_of(
     own = WeightComparison(compared=("a", "b"), num_parameters=3)
     for step, expected in ((1, outcome), (0, outcome_before)):
         found = judge_passes(
-            make_recorded(claim, weights=own, forward=step), make_recorded(claim, weights=other, forward=1 - step)
+            make_recorded(claim, weight_comparison=own, forward=step),
+            make_recorded(claim, weight_comparison=other, forward=1 - step),
         )
         assert found.passes[0].outcome is expected
         assert found.weights is not None
@@ -527,14 +532,16 @@ def test_ranks_of_a_sharded_job_put_their_samples_together() -> None:
     half = WeightComparison(compared=("b",), num_parameters=3, is_sharded=True)
     none = WeightComparison(num_parameters=3, is_sharded=True)
     wrong = replace(OTHER, is_sharded=True, compared=("a",))
-    assert judge_passes(make_recorded(WRONG, weights=half), make_recorded(WRONG, weights=none, rank=1)).counts == {
-        Outcome.DIFFERS: 2
-    }
+    assert judge_passes(
+        make_recorded(WRONG, weight_comparison=half), make_recorded(WRONG, weight_comparison=none, rank=1)
+    ).counts == {Outcome.DIFFERS: 2}
     other = judge_passes(
-        make_recorded(RIGHT, weights=half), make_recorded(RIGHT, weights=wrong, rank=1), make_recorded(RIGHT, forward=1)
+        make_recorded(RIGHT, weight_comparison=half),
+        make_recorded(RIGHT, weight_comparison=wrong, rank=1),
+        make_recorded(RIGHT, forward=1),
     )
     assert other.counts == {Outcome.CANNOT_TELL: 2, Outcome.REPRODUCED: 1}
-    assert judge_passes(make_recorded(WRONG, weights=none)).outcome is Outcome.UNSETTLED
+    assert judge_passes(make_recorded(WRONG, weight_comparison=none)).outcome is Outcome.UNSETTLED
 
 
 def test_peers_of_one_input_count_once_and_the_farthest_decides() -> None:

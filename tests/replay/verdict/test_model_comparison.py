@@ -324,7 +324,7 @@ def make_pass(forward: int, *, rank: int, sync: str | None, ends_step: bool) -> 
         world_size=2,
         trains=True,
         claims=(),
-        weights=WeightComparison(),
+        weight_comparison=WeightComparison(),
         num_frozen=0,
         dtypes=(),
         environment={} if sync is None else {"gradient_sync": sync},

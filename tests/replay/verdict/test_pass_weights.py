@@ -63,9 +63,9 @@ def compare(*pairs: tuple[int, bool], is_sharded: bool = False) -> list[tuple[st
     for number, (rank, is_same) in enumerate(pairs):
         weights = WeightComparison(compared=("w",), differing=() if is_same else ("w",), is_sharded=is_sharded)
         [compared] = make_window([job], job, index=number)
-        recorded = replace(compared.recorded, rank=rank, num_steps_before=0, weights=weights)
+        recorded = replace(compared.recorded, rank=rank, num_steps_before=0, weight_comparison=weights)
         passes.append(replace(compared, recorded=recorded))
-    return [tuple(compared.weights.differing) for compared in check_weights(passes)]
+    return [tuple(compared.weight_comparison.differing) for compared in check_weights(passes)]
 
 
 def test_weights_that_move_between_passes_of_one_step_count_are_each_passs_own() -> None:

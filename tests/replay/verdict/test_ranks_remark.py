@@ -22,7 +22,7 @@ def compare(*ranks: Mapping[str, Sequence[float]], compared: Sequence[str] = NAM
     """What is said of ranks that signed these gradients, given the parameters that were compared with this model's."""
     weights = WeightComparison(compared=tuple(compared))
     passes = [
-        PassEvidence(each.record, replace(each.recorded, weights=weights), each.replayed)
+        PassEvidence(each.record, replace(each.recorded, weight_comparison=weights), each.replayed)
         for each in make_window(ranks, SOUND)
     ]
     return [text for _, text in _compare_ranks(passes)]
@@ -46,7 +46,7 @@ def test_weights_that_differ_are_shown_with_digits_that_differ() -> None:
     for rank, member in enumerate(make_window([SOUND] * 2, SOUND, index=1)):
         value = 0.9989 + rank * 1e-8
         sample = Sample(name=NAMES[0], dtype="float32", shape=(4,), start=0, values=(1.0, value))
-        recorded = replace(member.recorded, weights=WeightComparison(compared=tuple(NAMES)), samples=[sample])
+        recorded = replace(member.recorded, weight_comparison=WeightComparison(compared=tuple(NAMES)), samples=[sample])
         passes.append(PassEvidence(member.record, recorded, member.replayed))
     [(_, text)] = _compare_ranks(passes)
     assert text.endswith("element 1, is 0.9989 on rank 0 and 0.99890001 on rank 1")

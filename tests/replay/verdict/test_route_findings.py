@@ -28,7 +28,7 @@ RECORDED = RecordedPass(
     world_size=1,
     trains=True,
     claims=(),
-    weights=WeightComparison(compared=("a",)),
+    weight_comparison=WeightComparison(compared=("a",)),
     num_frozen=0,
     dtypes=["bfloat16"],
 )
@@ -94,7 +94,7 @@ def test_the_share_of_flips_and_the_layer_with_most_are_said() -> None:
 
 
 def test_flips_with_other_weights_are_not_spoken_of() -> None:
-    other = replace(RECORDED, weights=WeightComparison(compared=("a",), differing=("a",)))
+    other = replace(RECORDED, weight_comparison=WeightComparison(compared=("a",), differing=("a",)))
     assert describe_flips([(routed(1, NUM_TOKENS), other, replayed_with([0.1]))]) == []
 
 

@@ -23,7 +23,7 @@ def compare(
     gradient = GradientSamples(norms={"weight": 1.0}, sizes={"weight": 1}, values={})
     recorded: Any = SimpleNamespace(step_after=SimpleNamespace(state=(sample,)), dtypes=["float32"], num_steps_before=0)
     state = {("weight", 5, key): run for key, run in replayed.items()}
-    steps = {"stepping_actor": object(), "step_dtype": None, "num_steps_before": 0}
+    steps = {"follows_steps": True, "step_dtype": None, "num_steps_before": 0}
     settings: Any = SimpleNamespace(**steps, dtype="float32", choose_bound=lambda *_: bound)
     return compare_states([(recorded, ReplayedPass(state=state, gradient=gradient))], 0, settings)
 

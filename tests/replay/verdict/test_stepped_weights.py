@@ -39,7 +39,7 @@ def make_pass(
         world_size=1,
         trains=True,
         claims=[],
-        weights=WeightComparison(),
+        weight_comparison=WeightComparison(),
         num_frozen=0,
         dtypes=["float32"],
         num_steps_before=num_steps_of_job,
@@ -49,7 +49,7 @@ def make_pass(
         recorded=recorded,
         replayed=ReplayedPass(gradient=gradient, weights_before_pass=samples),
         findings=[],
-        weights=WeightComparison(),
+        weight_comparison=WeightComparison(),
         previous_pass_has_grad_norm=False,
     )
 

@@ -46,7 +46,12 @@ def test_of_two_recordings_in_one_folder_a_replay_takes_the_latest_or_the_one_th
 def test_passes_of_two_recordings_whose_files_are_mixed_are_not_judged_together() -> None:
     def seen(began: dict[int, str], index: int) -> list[Any]:
         claims = [Claim(name=LOSS, values=[1.5])]
-        same: dict[str, Any] = {"world_size": 2, "trains": True, "weights": WeightComparison(), "num_frozen": 0}
+        same: dict[str, Any] = {
+            "world_size": 2,
+            "trains": True,
+            "weight_comparison": WeightComparison(),
+            "num_frozen": 0,
+        }
         return [
             (
                 record(index, rank=rank),

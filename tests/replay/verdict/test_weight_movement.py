@@ -29,7 +29,7 @@ def make_pass(
         world_size=1,
         trains=True,
         claims=(),
-        weights=WeightComparison(**weights),
+        weight_comparison=WeightComparison(**weights),
         num_frozen=0,
         dtypes=(),
         num_steps_before=num_steps,

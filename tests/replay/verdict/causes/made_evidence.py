@@ -101,7 +101,7 @@ def make_window(
                 world_size=len(job),
                 trains=True,
                 claims=(),
-                weights=WeightComparison(compared=("a",)),
+                weight_comparison=WeightComparison(compared=("a",)),
                 num_frozen=0,
                 dtypes=[dtype],
                 num_steps_before=index,
@@ -115,7 +115,7 @@ def make_window(
             ),
             replayed=ReplayedPass(gradient=samples),
             findings=(),
-            weights=WeightComparison(compared=("a",)),
+            weight_comparison=WeightComparison(compared=("a",)),
             previous_pass_has_grad_norm=False,
         )
         for rank, own in enumerate(job)

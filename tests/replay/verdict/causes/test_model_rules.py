@@ -403,7 +403,7 @@ def test_weights_in_doubt_may_be_others_where_that_leaves_a_number_unsettled(
 ) -> None:
     gradients = draw_gradients()
     [compared] = make_window([gradients], gradients)
-    compared = replace(compared, weights=replace(compared.weights, doubt=doubt))
+    compared = replace(compared, weight_comparison=replace(compared.weight_comparison, doubt=doubt))
     evidence = make_forward_evidence(LOSS)
     if quantity == GRAD_NORM:
         evidence = make_gradient_evidence([compared], names=(GRAD_NORM,))

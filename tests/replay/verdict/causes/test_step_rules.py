@@ -275,9 +275,11 @@ def test_an_optimizer_of_fewer_parameters_than_are_trained_left_some_out(
         recorded = compared.recorded
         assert recorded.step_after is not None
         step = replace(recorded.step_after, settings=tuple({"num_parameters": number} for number in in_groups))
-        weights = replace(recorded.weights, num_parameters=10)
+        weights = replace(recorded.weight_comparison, num_parameters=10)
         passes.append(
-            replace(compared, recorded=replace(recorded, step_after=step, weights=weights, num_frozen=num_frozen))
+            replace(
+                compared, recorded=replace(recorded, step_after=step, weight_comparison=weights, num_frozen=num_frozen)
+            )
         )
     cause = find_left_out_parameters(replace(evidence, passes=passes))
     assert (cause is not None) is is_found

@@ -77,7 +77,9 @@ def test_other_weights_are_sought_with_the_option_that_gives_them(settings: Any,
     evidence = make_forward_evidence(LOSS, **settings)
     verdict = replace(evidence.verdicts[0], outcome=Outcome.CANNOT_TELL, reason=OTHER_WEIGHTS)
     weights = WeightComparison(compared=("a",), differing=("a",))
-    cause = find_other_weights(replace(evidence, passes=[replace(compared, weights=weights)], verdicts=[verdict]))
+    cause = find_other_weights(
+        replace(evidence, passes=[replace(compared, weight_comparison=weights)], verdicts=[verdict])
+    )
     assert cause is not None
     assert cause.try_next is not None
     assert cause.try_next.startswith(try_next)
@@ -267,7 +269,7 @@ def find_cause_of_weights(
     passes, verdicts = [], []
     for index, step in enumerate(steps):
         [made] = make_window([gradients], gradients, index=index)
-        passes.append(replace(made, weights=weights, recorded=replace(made.recorded, num_steps_before=step)))
+        passes.append(replace(made, weight_comparison=weights, recorded=replace(made.recorded, num_steps_before=step)))
         verdicts.append(replace(evidence.verdicts[0], index=index, outcome=Outcome.CANNOT_TELL, reason=OTHER_WEIGHTS))
     return find_other_weights(replace(evidence, passes=passes, verdicts=verdicts))
 
