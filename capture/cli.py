@@ -386,7 +386,7 @@ def _convert(parsed: argparse.Namespace) -> int:
         parsed.target,
         project=parsed.project,
         num_rows=parsed.rows,
-        segment=None if parsed.segment is None else _parse_size("segment", parsed.segment),
+        segment=None if parsed.segment is None else _parse_size("--segment", parsed.segment),
         on_progress=bar.show,
     )
     bar.clear()
@@ -412,7 +412,7 @@ def _redact(parsed: argparse.Namespace) -> int:
 def _pack(parsed: argparse.Namespace) -> int:
     from capture.folder_tools.pack import pack_folder
 
-    max_bytes = _parse_size("max_bytes", parsed.max_bytes)
+    max_bytes = _parse_size("--max-bytes", parsed.max_bytes)
     packed = pack_folder(parsed.folder, parsed.target, max_bytes=max_bytes)
     print(f"packed     {packed.num_passes} passes in {packed.path}, {packed.num_bytes:,} bytes")
     if packed.left_out is not None:
@@ -422,11 +422,11 @@ def _pack(parsed: argparse.Namespace) -> int:
     return 0
 
 
-def _parse_size(name: str, typed: str | int) -> int:
+def _parse_size(flag: str, typed: str | int) -> int:
     from capture.record.retention import parse_num_bytes
 
     try:
-        return parse_num_bytes(name, typed)
+        return parse_num_bytes(flag, typed)
     except ValueError as error:
         raise CaptureError(str(error)) from None
 

@@ -243,6 +243,8 @@ def test_a_package_is_refused_rather_than_empty_or_overwritten(
     target = tmp_path / "out.zip"
     assert main(["pack", str(find_sample_folder()), str(target), "--max-bytes", "100B"]) == 2
     assert "Try: a larger --max-bytes" in capsys.readouterr().err
+    assert main(["pack", str(find_sample_folder()), str(target), "--max-bytes", "10 gigabytes"]) == 2
+    assert "--max-bytes must be a size, such as 64MB" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
     target.write_text("mine")
     assert main(["pack", str(find_sample_folder()), str(target)]) == 2
