@@ -54,7 +54,8 @@ def test_words_of_attention_are_compared_by_value() -> None:
         f"{path.relative_to(ROOT)}:{node.lineno}: {ast.unparse(node)}"
         for folder in ("actor_init", "replay")
         for path in sorted((ROOT / folder).rglob("*.py"))
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if "Attention." in (text := path.read_text(encoding="utf-8"))
+        for node in ast.walk(ast.parse(text))
         if isinstance(node, ast.Compare)
         and any(isinstance(operator, ast.Is | ast.IsNot) for operator in node.ops)
         and "Attention." in ast.unparse(node)
