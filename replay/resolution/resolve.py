@@ -220,7 +220,9 @@ def _choose_kernel_and_layout(
     )
     # In a left-padded row the last padding token predicts the label of the row's first token, and a model's own loss
     # counts that. Joined rows have no padding, so such rows stay padded, and the user is told why.
-    if selection.padding_predicts_label and not is_packing_typed and not layout.why_unusual:
+    # A ring's rows are packed, and a pass that has padding between tokens says so.
+    must_stay_padded = selection.padding_predicts_label and not is_packing_typed and not layout.packs
+    if must_stay_padded and not layout.why_unusual:
         layout = replace(layout, why_unusual=PADDING_PREDICTS_LABEL)
     return _KernelAndLayout(
         actor_before_probe=actor_before_probe,
