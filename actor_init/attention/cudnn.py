@@ -20,6 +20,7 @@ from actor_init.attention.signature import make_refusal, read_settings
 from actor_init.declarations.attention.cudnn import LIMITS
 from actor_init.spec import PACKED, Attention, UsageError
 from capture.facts import Setting
+from capture.file_format.micro_batch import find_padding_between_tokens
 
 BACKEND = SDPBackend.CUDNN_ATTENTION
 refuse_what_cudnn_lacks = make_refusal(LIMITS)
@@ -65,8 +66,7 @@ def _rotate_tokens(tensor: Tensor, dim: int, index_BS: Tensor) -> Tensor:
 
 def refuse_padding_between_tokens(is_real_BS: Tensor, source: str) -> None:
     """Raise UsageError for a row whose real tokens do not follow each other, which `cudnn_padded` would not see."""
-    is_run_start_BS = F.pad(is_real_BS.int(), (1, 0)).diff(dim=1) == 1
-    if bool((is_run_start_BS.sum(dim=1) > 1).any()):
+    if bool(find_padding_between_tokens(is_real_BS).any()):
         why = ": a row has padding between its tokens, for which cuDNN's attention has no mask"
         raise UsageError(source, why, f"Try: {Setting('attention', Attention.SDPA)}, or {PACKED}")
 

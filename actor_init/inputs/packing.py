@@ -15,7 +15,7 @@ from actor_init.attention.ring_split import RingSlice
 from actor_init.inputs.documents import Documents, KeptLogits, find_documents, gives_positions, is_of_trainers_actor
 from actor_init.model_form import DocumentBorders, HeadForm, Layout
 from capture.facts import Setting
-from capture.file_format.micro_batch import IGNORED_LABEL, CaptureError, MicroBatch
+from capture.file_format.micro_batch import IGNORED_LABEL, CaptureError, MicroBatch, find_padding_between_tokens
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,12 +81,11 @@ def prepare_inputs(batch: MicroBatch, *, packing: bool) -> ActorInputs:
     if packing and needs_captured_rows(batch):
         why = ": the attention mask has padding between the tokens of a row, which packed rows cannot keep"
         raise CaptureError(batch.origin.source, why, f"Try: {Setting('packing', False)}")
-    # A packed row has no padding that could predict.
-    if packing:
-        batch = replace(batch, padding_predicts_label=False)
     real_BS = batch.attention_mask_BS
     num_tokens, num_actions = real_BS.shape[1], _count_action_columns(batch)
-    has_log_prob_BS = _find_predicted_tokens(batch, documents)
+    # A packed row has no padding that could predict.
+    by_padding_BS = torch.zeros_like(real_BS) if packing else _find_predicted_by_padding(batch)
+    has_log_prob_BS = _find_predicted_tokens(batch, documents, by_padding_BS)
     row_N, token_N = has_log_prob_BS.nonzero(as_tuple=True)
 
     flat_BS = torch.arange(real_BS.numel()).view_as(real_BS)
@@ -108,7 +107,7 @@ def prepare_inputs(batch: MicroBatch, *, packing: bool) -> ActorInputs:
         # What padding predicts depends on its positions. So they are the job's: those that it gave, or those that the
         # model makes.
         has_positions = "position_ids" in batch.extra_tensors
-        is_predicted = needs_captured_rows(batch) or bool(_find_predicted_by_padding(batch).any())
+        is_predicted = needs_captured_rows(batch) or bool(by_padding_BS.any())
         position_BS = documents.position_BS
         return ActorInputs(
             input_ids=batch.sequences_BS,
@@ -116,7 +115,7 @@ def prepare_inputs(batch: MicroBatch, *, packing: bool) -> ActorInputs:
             attention_mask_BS=real_BS,
             cu_seq_lens=None,
             max_length=num_tokens,
-            predictor_N=_choose_predictors(flat_T[predictor_N], batch, row_N, token_N),
+            predictor_N=_choose_predictors(flat_T[predictor_N], batch, by_padding_BS, row_N, token_N),
             captured_index=torch.where(real_BS, flat_BS, -1),
             makes_positions=is_predicted and not gives_positions(batch),
             **shared,
@@ -195,13 +194,12 @@ def unpack(inputs: ActorInputs) -> ActorInputs:
     )
 
 
-def _find_predicted_tokens(batch: MicroBatch, documents: Documents) -> Tensor:
+def _find_predicted_tokens(batch: MicroBatch, documents: Documents, by_padding_BS: Tensor) -> Tensor:
     """Find the action tokens [B, S] that follow a real token of their own document.
 
     With `shift_labels` it is True at the real tokens that predict one.
     """
     real_BS = batch.attention_mask_BS
-    by_padding_BS = _find_predicted_by_padding(batch)
     if (next_BS := _read_next_labels(batch)) is not None:
         return (real_BS | by_padding_BS) & (next_BS != IGNORED_LABEL)
     action_mask_BA = batch.action_mask_BA
@@ -219,27 +217,16 @@ def _find_predicted_by_padding(batch: MicroBatch) -> Tensor:
     `padding_predicts_label`, the label of a row's first real token. Of `shift_labels` a place is the token that
     predicts, else the predicted one.
     """
-    next_BS, labels_BS = _read_next_labels(batch), batch.labels_BS
-    gap_BS, is_first_BS = (
-        find_padding_between_tokens(batch.attention_mask_BS),
-        torch.zeros_like(batch.attention_mask_BS),
-    )
-    has_labels = next_BS is not None or labels_BS is not None
-    if batch.padding_predicts_label and batch.action_mask_BA is None and has_labels:
-        is_first_BS = batch.attention_mask_BS & (batch.attention_mask_BS.cumsum(dim=1) == 1)
+    real_BS, next_BS = batch.attention_mask_BS, _read_next_labels(batch)
+    labels_BS = batch.labels_BS if batch.action_mask_BA is None else None
+    gap_BS, is_first_BS = find_padding_between_tokens(real_BS), torch.zeros_like(real_BS)
+    if batch.padding_predicts_label and (next_BS is not None or labels_BS is not None):
+        is_first_BS = real_BS & (real_BS.cumsum(dim=1) == 1)
         is_first_BS[:, 0] = False
     if next_BS is not None:
         return (F.pad(is_first_BS[:, 1:], (0, 1)) | gap_BS) & (next_BS != IGNORED_LABEL)
     places_BS = is_first_BS | gap_BS | F.pad(gap_BS[:, :-1], (1, 0))
-    return (
-        places_BS if labels_BS is None or batch.action_mask_BA is not None else places_BS & (labels_BS != IGNORED_LABEL)
-    )
-
-
-def find_padding_between_tokens(real_BS: Tensor) -> Tensor:
-    """Find padding [B, S] that has real tokens of its row on both sides."""
-    num_before_BS = real_BS.cumsum(dim=1)
-    return ~real_BS & (num_before_BS > 0) & (num_before_BS < num_before_BS[:, -1:])
+    return places_BS if labels_BS is None else places_BS & (labels_BS != IGNORED_LABEL)
 
 
 def needs_captured_rows(batch: MicroBatch) -> bool:
@@ -250,11 +237,13 @@ def needs_captured_rows(batch: MicroBatch) -> bool:
     return not is_of_trainers_actor(batch) and bool(find_padding_between_tokens(batch.attention_mask_BS).any())
 
 
-def _choose_predictors(predictor_N: Tensor, batch: MicroBatch, row_N: Tensor, token_N: Tensor) -> Tensor:
+def _choose_predictors(
+    predictor_N: Tensor, batch: MicroBatch, by_padding_BS: Tensor, row_N: Tensor, token_N: Tensor
+) -> Tensor:
     """Choose the predictors of padded rows: the real token before, or the padding where it predicts."""
     column_N = token_N if _read_next_labels(batch) is not None else token_N - 1
     padding_N = row_N * batch.sequences_BS.shape[1] + column_N
-    return torch.where(_find_predicted_by_padding(batch)[row_N, token_N], padding_N, predictor_N)
+    return torch.where(by_padding_BS[row_N, token_N], padding_N, predictor_N)
 
 
 def count_predicted_by_padding(batch: MicroBatch) -> int:
@@ -294,7 +283,7 @@ def find_targets_equal_to_input_tokens(batch: MicroBatch) -> TargetPlaces:
 
 def count_action_tokens(batch: MicroBatch) -> int:
     """Count the tokens that a loss of `batch` averages over. Raises CaptureError as `prepare_inputs` does."""
-    return int(_find_predicted_tokens(batch, find_documents(batch)).sum())
+    return int(_find_predicted_tokens(batch, find_documents(batch), _find_predicted_by_padding(batch)).sum())
 
 
 def pad_to(inputs: ActorInputs, num_tokens: int) -> ActorInputs:

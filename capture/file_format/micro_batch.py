@@ -164,6 +164,12 @@ class MicroBatch:
         return replace(self, extra_tensors=extra, **changed)
 
 
+def find_padding_between_tokens(real_BS: Tensor) -> Tensor:
+    """Find padding [B, S] that has real tokens of its row on both sides."""
+    num_before_BS = real_BS.cumsum(dim=1)
+    return ~real_BS & (num_before_BS > 0) & (num_before_BS < num_before_BS[:, -1:])
+
+
 def move_to_tokens(next_BS: Tensor) -> Tensor:
     """Move ids from the tokens that predict them to their own tokens; a row's last one has no place there."""
     return torch.nn.functional.pad(next_BS[:, :-1], (1, 0), value=IGNORED_LABEL)

@@ -16,9 +16,15 @@ import torch
 from torch import Tensor
 
 from actor_init.inputs.documents import BORDER_NAMES, Documents, find_documents, gives_positions
-from actor_init.inputs.packing import find_padding_between_tokens
 from capture.file_format.capture_file import ACTION_MASK, CapturedCall
-from capture.file_format.micro_batch import IGNORED_LABEL, LOSS_GRADIENTS, CaptureError, MicroBatch, move_to_tokens
+from capture.file_format.micro_batch import (
+    IGNORED_LABEL,
+    LOSS_GRADIENTS,
+    CaptureError,
+    MicroBatch,
+    find_padding_between_tokens,
+    move_to_tokens,
+)
 from replay.verdict.special_tokens import SpecialTokens
 
 # So many of a row's first tokens are kept, to be compared with other rows'.

@@ -122,6 +122,14 @@ def test_packed_rows_with_padding_between_their_tokens_are_refused() -> None:
     assert format_error_with_flags(refusal.value).endswith("Try: --no-packing")
 
 
+def test_a_packed_row_has_no_log_prob_of_an_action_that_the_mask_leaves_out() -> None:
+    batch = batch_of(["ppppa.aaaaaa"])
+    masked = replace(batch, action_mask_BA=mask_of(["ppppaaaaaaaa"], "a")[:, NUM_TOKENS - NUM_ACTIONS :])
+    inputs, without = (prepare_inputs(each, packing=True) for each in (masked, batch))
+    assert torch.equal(inputs.action_mask_BA, without.action_mask_BA)
+    assert torch.equal(inputs.predictor_N, without.predictor_N)
+
+
 def test_packed_rows_hold_the_real_tokens_alone() -> None:
     batch = batch_of(ROWS["of many kinds"])
     inputs = prepare_inputs(batch, packing=True)
