@@ -281,8 +281,8 @@ def find_unstated_difference(evidence: CauseEvidence) -> Cause | None:
     weights = (compared.weight_comparison.doubt for compared in evidence.passes if compared.record.index == first.index)
     doubt = next((doubt for doubt in weights if doubt is not None), None)
     # A gradient without a doubt of its own is left unsettled by the weights' alone.
-    is_left_open = first.outcome is Outcome.UNSETTLED and all(finding.doubt is None for finding in wrong)
-    if doubt is not None and (is_left_open or (evidence.is_forward_wrong and first.outcome is Outcome.UNSETTLED)):
+    may_be_of_weights = evidence.is_forward_wrong or all(finding.doubt is None for finding in wrong)
+    if doubt is not None and first.outcome is Outcome.UNSETTLED and may_be_of_weights:
         # The recording does say why: a replay on weights that are not known to be the job's proves nothing.
         what, _, advice = doubt.partition(". Try: ")
         other = "the weights may be other ones" if evidence.is_forward_wrong else "the gradient may be of other weights"

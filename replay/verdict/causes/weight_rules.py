@@ -162,23 +162,16 @@ def find_other_update(evidence: CauseEvidence) -> Cause | None:
     )
 
 
-def _collect_around_window(evidence: CauseEvidence, verdict: PassVerdict) -> tuple[int | None, Mapping[int, Samples]]:
-    """Return the number of steps before a window, None if it is not known, and the samples that its rank recorded."""
-    window = evidence.find_window(verdict)
-    if not window:
-        return None, {}
-    recorded = window[0].recorded
-    return recorded.num_steps_before, _collect_samples(evidence).get(recorded.rank or 0, {})
-
-
 def _find_average(evidence: CauseEvidence, verdict: PassVerdict) -> Cause | None:
     """Name the average of the job's earlier weights that it has behind the step, as an EMA that was left in is one.
 
     Weights add up to 1 in an average, so the differences from the first weights are a sum of their differences.
     """
-    window = evidence.find_window(verdict) or ()
-    number, by_step = _collect_around_window(evidence, verdict)
-    if number is None or number < 1 or not all(step in by_step for step in range(number + 1)):
+    window = evidence.find_window(verdict)
+    if not window or (number := window[0].recorded.num_steps_before) is None or number < 1:
+        return None
+    by_step = _collect_samples(evidence).get(window[0].recorded.rank or 0, {})
+    if not all(step in by_step for step in range(number + 1)):
         return None
     stepped = {
         (sample.name, sample.start): sample
