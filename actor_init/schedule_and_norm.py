@@ -48,9 +48,10 @@ class StepSettings:
     needs_finite: bool = False
 
     def apply(self, optimizer: Optimizer, schedule: LambdaLR | None) -> None:
-        """Set them before a step. Where rates are among them, the schedule goes on from those."""
+        """Set those that a group has before a step. Where rates are among them, the schedule goes on from those."""
         for group in optimizer.param_groups:
-            group.update(self.groups[group.get(GROUP_NUMBER, 0)])
+            settings = self.groups[group.get(GROUP_NUMBER, 0)]
+            group.update({name: value for name, value in settings.items() if name in group})
         if schedule is not None and "lr" in self.groups[0]:
             schedule.base_lrs = [group["lr"] for group in optimizer.param_groups]
 

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from actor_init.custom.user_file import UserFunction
 from actor_init.declarations.optimizers import find_optimizer
 from actor_init.declarations.optimizers.declaration import OptimizerDeclaration, ParameterGroup
+from actor_init.declarations.optimizers.user_function import spell_by_options
 from actor_init.optimizers.combined import CombinedOptimizer
 from actor_init.optimizers.state_loading import AssignedState, NamedParameters, load_optimizer_state
 from actor_init.optimizers.whole_parameters import WholeParameterOptimizer
@@ -59,7 +60,7 @@ def make_optimizer(
     if not spec.has_optimizer:
         return None
     if spec.custom_optimizer is not None:
-        optimizer = _make_custom_optimizer(spec, parameters)
+        optimizer = _make_custom_optimizer(spec, parameters, groups)
     else:
         optimizer = _make_declared_optimizer(spec, parameters, outer, groups)
     if state is not None:
@@ -153,11 +154,14 @@ def _make_member(
     return engine(kept, foreach=True) if is_sharded and "foreach" in accepted else engine(kept)  # type: ignore[call-arg]
 
 
-def _make_custom_optimizer(spec: ActorSpec, parameters: NamedParameters) -> Optimizer:
-    """Call the user's function with the named parameters and the settings that were typed."""
+def _make_custom_optimizer(
+    spec: ActorSpec, parameters: NamedParameters, job_groups: Sequence[ParameterGroup]
+) -> Optimizer:
+    """Call the user's function with the named parameters and the settings that were typed, or are the job's."""
     assert spec.custom_optimizer is not None
     function = UserFunction.open(*spec.custom_optimizer, setting="optimizer")
-    optimizer = function.call(list(parameters), dict(spec.optimizer_settings))
+    settings = spec.optimizer_settings | (spell_by_options(job_groups[0].settings) if job_groups else {})
+    optimizer = function.call(list(parameters), settings)
     if not isinstance(optimizer, Optimizer):
         kind = "None" if optimizer is None else f"a {type(optimizer).__name__}"
         why, advice = f": {function.function} returned {kind}", "It has to return the torch.optim.Optimizer"
@@ -167,4 +171,33 @@ def _make_custom_optimizer(spec: ActorSpec, parameters: NamedParameters) -> Opti
         others = f" and {len(lost) - 1} more" if lost[1:] else ""
         why = f": the optimizer that {function.function} returned does not step on {lost[0]}{others}"
         raise UsageError(function.full_setting, why, "Give it all parameters that the function was given")
+    if job_groups:
+        _divide_as_job(optimizer, parameters, job_groups)
     return optimizer
+
+
+def _divide_as_job(optimizer: Optimizer, parameters: NamedParameters, job_groups: Sequence[ParameterGroup]) -> None:
+    """Divide an optimizer's groups so that each lies in one of the job's, and give it that group's settings.
+
+    A group keeps its place and what it has besides. Settings that it lacks are not those of its class.
+    """
+    numbers = {
+        id(parameter): number
+        for number, job_group in enumerate(job_groups)
+        for name, parameter in parameters
+        if name in job_group.names
+    }
+    for group in list(optimizer.param_groups):
+        places: dict[int, list[int]] = {}
+        for place, parameter in enumerate(group["params"]):
+            places.setdefault(numbers.get(id(parameter), 0), []).append(place)
+        # Classes that are given names keep them beside the parameters.
+        lists = {key: group[key] for key in ("params", "param_names") if key in group}
+        own = dict(group)
+        for place, (number, members) in enumerate(places.items()):
+            part = {key: [values[member] for member in members] for key, values in lists.items()}
+            settings = {name: value for name, value in job_groups[number].settings.items() if name in own}
+            if place == 0:
+                group.update(settings | part | {GROUP_NUMBER: number})
+            else:
+                optimizer.add_param_group(own | settings | part | {GROUP_NUMBER: number})

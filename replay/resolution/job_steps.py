@@ -5,7 +5,7 @@ A setting that was typed takes the place of the job's in every step, as a learni
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
@@ -17,12 +17,12 @@ from actor_init.declarations.optimizers import (
     read_job_group,
     recognise_group,
 )
-from actor_init.declarations.optimizers.declaration import JobGroup, OptimizerDeclaration, ParameterGroup
+from actor_init.declarations.optimizers.declaration import OptimizerDeclaration, ParameterGroup
+from actor_init.declarations.optimizers.user_function import USER_FUNCTION, drop_unknown
 from actor_init.schedule_and_norm import StepSettings
 from actor_init.spec import ActorSpec, OptimizerName
 from capture.facts import Setting
 from capture.file_format.optimizer_step import OptimizerStep, merge_equal_settings, parse_numbers
-from replay.options.spec import StepMode
 from replay.output.text import pluralise
 from replay.resolution.job_windows import JobWindow
 from replay.verdict.job_clipping import infer_own_clipping_limit
@@ -34,7 +34,7 @@ from replay.verdict.recorded_pass import match_parameter_name
 class FollowedSteps:
     """The job's steps that a replay follows: it takes them as the job did, up to the first that it cannot take so.
 
-    optimizer       the job's, by its value of --optimizer
+    optimizer       the job's, by its value of --optimizer; a function of the user's own if that was typed
     max_norm        what was typed, else the norm that the job clipped to; None: neither clips
     groups          of the optimizer, with the settings of the first step
     settings        of each step, by the index of the pass that ends its window
@@ -77,7 +77,7 @@ def find_followed_steps(
         return reason
     group_lists = [_merge_groups(window.steps) for window in followed]
     members, group_places = _divide_parameters(group_lists, names, job_names)
-    families = [_find_family(group_lists[0][places[0]], followed[0].steps[0]) for places in group_places]
+    families = [_find_family(group_lists[0][places[0]], followed[0].steps[0], actor) for places in group_places]
     main = next((family for family in families if family.companion is not None), families[0])
     job_code_clip_norm = (
         infer_own_clipping_limit([window.steps for window in followed]) if actor.max_norm is None else None
@@ -143,8 +143,6 @@ def _explain_unfollowable(
         return f"not all passes of {step_name} were recorded, or they are not all replayed"
     if window.number is None or first_window.number is None or window.number - first_window.number != window.place:
         return f"{step_name} does not follow the step before"
-    if actor.custom_optimizer is not None:
-        return _name_settings_to_type(window.steps[0], actor)
     if any(step.optimizer is None for step in window.steps):
         return f"the optimizer of {step_name} was not recorded"
     groups = _merge_groups(window.steps)
@@ -154,9 +152,10 @@ def _explain_unfollowable(
         return why
     if len(groups) > 1 and (not job_names or any("parameters" not in group for group in groups)):
         return f"the optimizer has {pluralise(len(groups), 'group')}, and their parameters were not recorded"
-    for group in groups:
-        if (why := _explain_group(group, window.steps[0], actor)) is not None:
-            return why
+    if actor.custom_optimizer is None:
+        for group in groups:
+            if (why := _explain_group(group, window.steps[0], actor)) is not None:
+                return why
     return None if actor.max_norm is not None else _explain_clipping(window, first_window, step_name)
 
 
@@ -165,7 +164,7 @@ def _explain_group(settings: Mapping[str, Any], step: OptimizerStep, actor: Acto
     group = read_job_group(settings, step.optimizer or "", step.library)
     family = recognise_group(group)
     if family is None:
-        return _explain_own_class(group, step, actor)
+        return explain_unknown_class(group, list_whole_backend(actor))
     if actor.optimizer != OptimizerName.AUTO:
         typed_family = OPTIMIZERS.get(actor.optimizer)
         if typed_family is None or family.option_value not in (typed_family.option_value, typed_family.companion):
@@ -176,34 +175,6 @@ def _explain_group(settings: Mapping[str, Any], step: OptimizerStep, actor: Acto
     if (refusal := find_missing_package(family.option_value)) is not None:
         return refusal.text
     return None
-
-
-def _explain_own_class(group: JobGroup, step: OptimizerStep, actor: ActorSpec) -> str:
-    """Say that no family steps as a class of the job's own does, with all options of a replay that steps with it."""
-    options = [Setting("step", StepMode.ON), *_list_clipping(step, actor), *list_whole_backend(actor)]
-    return explain_unknown_class(group, options)
-
-
-def _name_settings_to_type(step: OptimizerStep, actor: ActorSpec) -> str:
-    """Say that a function of the user's own is not given the job's settings, with the options that give it them."""
-    first = step.settings[0] if step.settings else {}
-    beta1, beta2 = first.get("betas") or (None, None)
-    recorded = {"learning_rate": first.get("lr"), "beta1": beta1, "beta2": beta2}
-    recorded |= {name: first.get(name) for name in ("eps", "weight_decay", "momentum")}
-    options = [
-        Setting(name, value)
-        for name, value in recorded.items()
-        if isinstance(value, (int, float)) and value and getattr(actor, name) is None
-    ]
-    typed = " ".join(map(str, [Setting("step", StepMode.ON), *options, *_list_clipping(step, actor)]))
-    own = Setting("optimizer", actor.optimizer)
-    return f"{own} has settings of its own. Try: {typed}, which are those of the job's first step"
-
-
-def _list_clipping(step: OptimizerStep, actor: ActorSpec) -> list[Setting]:
-    """List the option that clips as the job's step did, if it did and nothing was typed."""
-    limit = _read_limit(step)
-    return [] if limit is None or actor.max_norm is not None else [Setting("max_norm", limit)]
 
 
 def _explain_clipping(window: JobWindow, first_window: JobWindow, step_name: str) -> str | None:
@@ -261,7 +232,9 @@ def _have_common_parameters(members: frozenset[int] | None, others: frozenset[in
     return not members.isdisjoint(others)
 
 
-def _find_family(settings: Mapping[str, Any], step: OptimizerStep) -> OptimizerDeclaration:
+def _find_family(settings: Mapping[str, Any], step: OptimizerStep, actor: ActorSpec) -> OptimizerDeclaration:
+    if actor.custom_optimizer is not None:
+        return replace(USER_FUNCTION, option_value=actor.optimizer)
     family = recognise_group(read_job_group(settings, step.optimizer or "", step.library))
     assert family is not None, "_explain_group refuses such a group"
     return family
@@ -320,7 +293,7 @@ def _read_settings(
             )
         elif with_typed:
             settings[setting.name] = getattr(actor, setting.options[0])
-    return settings
+    return settings if actor.custom_optimizer is None else drop_unknown(settings)
 
 
 def _is_rate_typed(actor: ActorSpec) -> bool:

@@ -6,6 +6,7 @@ from typing import Any
 
 from actor_init.declarations.optimizers import OPTIMIZERS, explain_unknown_class, read_job_group, recognise_group
 from actor_init.declarations.optimizers.declaration import JobGroup
+from actor_init.declarations.optimizers.user_function import USER_FUNCTION, drop_unknown
 from actor_init.spec import ActorSpec
 from capture.file_format.optimizer_step import OptimizerStep
 from replay.options.option_parsing import format_error_with_flags
@@ -94,7 +95,9 @@ def _compare_group(
     """Yield the differences of one of the job's parameter groups."""
     group = read_job_group(settings, step.optimizer or "", step.library)
     if spec.custom_optimizer is not None:
-        # The user's function is there to be the job's optimizer, as a loss of their own is the job's loss.
+        # The user's function is there to be the job's optimizer, as a loss of their own is the job's loss. What was
+        # typed for it may still be another setting than the job's.
+        yield from _compare_settings(*_read_typed_settings(settings, spec, number), optimizer_settings_of_job)
         return
     family = recognise_group(group)
     own = OPTIMIZERS.get(spec.optimizer)
@@ -109,12 +112,36 @@ def _compare_group(
     if number < spec.lr_warmup_steps:
         replay_settings["lr"] = spec.base_rate * number / spec.lr_warmup_steps
     job_settings = family.read_job_settings({"lr": replay_settings["lr"], **settings})
+    yield from _compare_settings(job_settings, replay_settings, optimizer_settings_of_job)
+    for name in family.list_unknown_settings(settings):
+        yield f"{name} {format_value(settings[name])} in the job, which {family.option_value} here does not have"
+
+
+def _compare_settings(
+    job_settings: Mapping[str, Any], replay_settings: Mapping[str, Any], optimizer_settings_of_job: Container[str]
+) -> Iterator[str]:
     for name, replay_value in replay_settings.items():
         if name not in optimizer_settings_of_job and not _is_same(job_settings[name], replay_value):
             label = LABELS.get(name, name)
             yield f"{label} {format_value(job_settings[name])} in the job, {format_value(replay_value)} here"
-    for name in family.list_unknown_settings(settings):
-        yield f"{name} {format_value(settings[name])} in the job, which {family.option_value} here does not have"
+
+
+def _read_typed_settings(
+    settings: Mapping[str, Any], spec: ActorSpec, number: int
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return a job's group, as far as a user's function can be given it, and the same with what was typed."""
+    job = drop_unknown(USER_FUNCTION.read_job_settings({"lr": None, **settings}))
+    typed = USER_FUNCTION.read_options(spec) | {"lr": spec.learning_rate}
+    if number < spec.lr_warmup_steps:
+        typed["lr"] = spec.base_rate * number / spec.lr_warmup_steps
+    return job, {name: _fill(typed[name], value) for name, value in job.items()}
+
+
+def _fill(typed: Any, job: Any) -> Any:
+    """Return what was typed, with the job's in the place of what was not."""
+    if isinstance(typed, tuple):
+        return tuple(map(_fill, typed, job))
+    return job if typed is None else typed
 
 
 def _describe_class(group: JobGroup, spec: ActorSpec) -> str:

@@ -156,15 +156,11 @@ def find_other_optimizer(evidence: CauseEvidence) -> Cause | None:
     name = CauseName.SCHEDULE if is_schedule else CauseName.OPTIMIZER
     if all(difference.startswith(CLIPPED) for difference in differences):
         name = CauseName.CLIPPING
-    steps = evidence.settings.stepping_actor
-    has_own_function = steps is not None and steps.custom_optimizer is not None
     return Cause(
         name=name,
         sureness=Sureness.IS,
         sentence=f"{said}, {name_time(verdict)}",
-        try_next="the job's settings beside --optimizer, whose function steps with those that are typed"
-        if has_own_function
-        else "without these options the replay steps with the job's own settings",
+        try_next="without these options the replay steps with the job's own settings",
         explains=EXPLAINED,
     )
 

@@ -38,10 +38,10 @@ class SmallModel(nn.Module):
 OUTER = frozenset({"embedding.weight"})
 
 
-def take_steps(model: nn.Module, optimizers: Any) -> dict[str, Tensor]:
-    """Take three steps on other tokens each, and return the whole weights."""
+def take_steps(model: nn.Module, optimizers: Any, num_steps: int = NUM_STEPS) -> dict[str, Tensor]:
+    """Take steps on other tokens each, and return the whole weights."""
     ids = torch.arange(10).reshape(2, 5)
-    for number in range(NUM_STEPS):
+    for number in range(num_steps):
         weights = torch.arange(4.0)
         (model(ids + number % 2).pow(2) * weights).sum().backward()
         for optimizer in optimizers:

@@ -16,6 +16,7 @@ from actor_init.declarations.optimizers import OPTIMIZERS
 from actor_init.declarations.optimizers.declaration import ParameterGroup
 from actor_init.optimizers.build import find_outer_parameters, list_named_parameters, make_optimizer
 from actor_init.optimizers.combined import CombinedOptimizer
+from actor_init.schedule_and_norm import StepSettings
 from actor_init.spec import ActorSpec, UsageError
 from tests.actor_init.optimizers.step_worker import OUTER, SmallModel, step_with, take_steps
 from tests.helpers.ranks import run_ranks
@@ -139,6 +140,9 @@ import torch
 def build(named_parameters, settings):
     return torch.optim.RMSprop([parameter for _, parameter in named_parameters], lr=settings["lr"])
 
+def build_adamw(named_parameters, settings):
+    return torch.optim.AdamW(named_parameters, lr=settings["lr"], betas=(0.5, settings["beta2"]))
+
 def forget(named_parameters, settings):
     return torch.optim.SGD([named_parameters[0][1]], lr=1.0)
 
@@ -161,6 +165,44 @@ def test_a_function_of_the_user_makes_the_optimizer(user_file: Path) -> None:
     optimizer = make_optimizer(make_spec(f"{user_file}:build"), list_named_parameters(SmallModel()))
     assert isinstance(optimizer, torch.optim.RMSprop)
     assert optimizer.param_groups[0]["lr"] == RATE
+
+
+def test_the_optimizer_of_the_users_function_follows_the_groups_and_the_steps_of_the_job(user_file: Path) -> None:
+    torch.manual_seed(0)
+    model = SmallModel()
+    matrices = [parameter for parameter in model.parameters() if parameter.ndim > 1]
+    vectors = [parameter for parameter in model.parameters() if parameter.ndim < 2]
+    own = [{"params": matrices, "weight_decay": 0.5}, {"params": vectors, "weight_decay": 0.0, "lr": 0.25}]
+    job = torch.optim.AdamW(own, lr=0.5, betas=(0.8, 0.9))
+    after_one = {name: weight.clone() for name, weight in take_steps(model, [job], 1).items()}
+    for group in job.param_groups:
+        group.update(lr=group["lr"] / 2, betas=(0.7, 0.9))
+    expected = take_steps(model, [job], 1)
+
+    torch.manual_seed(0)
+    model = SmallModel()
+    named = list_named_parameters(model)
+    shared = {"betas": (0.8, 0.9), "momentum": 0.9}
+    groups = [
+        ParameterGroup(
+            family="mine.py:build_adamw",
+            settings={"lr": rate, "weight_decay": decay, **shared},
+            names=frozenset(name for name, parameter in named if (parameter.ndim > 1) is is_matrix),
+        )
+        for rate, decay, is_matrix in [(0.5, 0.5, True), (0.25, 0.0, False)]
+    ]
+    spec = ActorSpec(backend="ddp", optimizer=f"{user_file}:build_adamw")
+    optimizer = make_optimizer(spec, named, groups=groups)
+    assert optimizer is not None
+    found = take_steps(model, [optimizer], 1)
+    assert all(torch.equal(found[name], weight) for name, weight in after_one.items())
+    assert sorted(name for group in optimizer.param_groups for name in group["param_names"]) == sorted(dict(named))
+
+    settings = [{"lr": rate, "betas": (0.7, 0.9), "momentum": 0.9} for rate in (0.25, 0.125)]
+    StepSettings(groups=settings).apply(optimizer, None)
+    assert all("momentum" not in group for group in optimizer.param_groups)
+    found = take_steps(model, [optimizer], 1)
+    assert all(torch.equal(found[name], weight) for name, weight in expected.items())
 
 
 @pytest.mark.parametrize(

@@ -77,7 +77,7 @@ def test_a_parameter_of_no_group_is_trained_as_the_first() -> None:
         (
             make_window(0, {"lr": 1.0}, optimizer="Shampoo", max_norm=0.5),
             "the job's Shampoo is of no family here, so its steps are not judged. Try: --optimizer FILE.py:function "
-            "--step --max-norm 0.5 --backend fsdp2, where function(named_parameters, settings) builds it: the job's "
+            "--backend fsdp2, where function(named_parameters, settings) builds it: the job's "
             "own class there repeats its mistakes, a library's shows them",
         ),
         (
@@ -96,14 +96,19 @@ def test_steps_that_cannot_be_taken_are_not_followed(window: JobWindow, why: str
     assert why in format_error_with_flags(found)
 
 
-def test_a_function_of_the_users_own_is_told_what_to_type() -> None:
-    window = make_window(0, {"lr": 0.5}, optimizer="Own", library="__main__", max_norm=1.0)
-    found = find_followed_steps([window], ActorSpec(optimizer="own.py:make", eps=1e-6), NAMES, NAMES)
-    assert isinstance(found, str)
-    assert format_error_with_flags(found) == (
-        "--optimizer own.py:make has settings of its own. Try: --step --learning-rate 0.5 --beta1 0.9 --beta2 0.95 "
-        "--weight-decay 0.1 --max-norm 1.0, which are those of the job's first step"
-    )
+def test_a_function_of_the_users_own_steps_with_the_jobs_settings_of_each_step() -> None:
+    own: dict[str, Any] = {"optimizer": "Own", "library": "__main__", "max_norm": 1.0}
+    groups: Any = {"lr": 0.5, "beta3": 0.1, "parameters": "0"}, {"lr": 0.25, "eps": 1e-4, "parameters": "1-2"}
+    windows = [make_window(place, *({**group, "weight_decay": place} for group in groups), **own) for place in range(2)]
+    followed = follow(*windows, optimizer="own.py:make", eps=1e-6)
+    assert (followed.optimizer, followed.max_norm, followed.why_no_more) == ("own.py:make", 1.0, "")
+    assert followed.optimizer_settings_of_job == {"lr", "betas", "weight_decay", "momentum"}
+    assert [group.names for group in followed.groups] == [{"embed.weight"}, {"norm.weight", "head.weight"}]
+    # What the job's class does not have, as a momentum, is not set; what was typed is set once, before the first step.
+    assert followed.groups[0].settings == {"lr": 0.5, "betas": (0.9, 0.95), "eps": 1e-6, "weight_decay": 0}
+    assert followed.settings[1].groups == [
+        {"lr": rate, "betas": (0.9, 0.95), "weight_decay": 1} for rate in (0.5, 0.25)
+    ]
 
 
 def test_passes_behind_the_steps_that_no_step_takes_end_what_is_followed() -> None:

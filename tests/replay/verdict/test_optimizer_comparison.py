@@ -163,3 +163,14 @@ def test_the_state_that_the_first_step_began_with_is_compared(
     assert first == ([] if difference is None else [difference])
     # The state before a later step follows from the steps between.
     assert list_setting_differences(step, spec, 1, loaded_counts=loaded_counts) == []
+
+
+def test_what_was_typed_for_a_function_of_the_users_own_may_be_other_than_the_jobs() -> None:
+    group = {"lr": 0.1, "betas": [0.9, 0.95], "beta3": 0.2}
+    step = make_step("Own", group)
+    typed: dict[str, Any] = {"optimizer": "own.py:make", "learning_rate": 0.5, "beta1": 0.8, "momentum": 0.9}
+    assert list_setting_differences(step, ActorSpec(optimizer="own.py:make"), 0) == []
+    differences = ["learning rate 0.1 in the job, 0.5 here", "betas (0.9, 0.95) in the job, (0.8, 0.95) here"]
+    assert list_setting_differences(step, ActorSpec(**typed), 0) == differences
+    followed = list_setting_differences(step, ActorSpec(**typed), 0, optimizer_settings_of_job={"lr"})
+    assert followed == differences[1:]

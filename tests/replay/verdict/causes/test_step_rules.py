@@ -261,16 +261,6 @@ def test_settings_that_differ_are_of_the_optimizer_the_schedule_or_the_clipping(
         assert cause.sentence == f"{texts[0]}, since the job's step 1"
 
 
-@pytest.mark.parametrize("custom_optimizer", [None, "train.py:make"])
-def test_a_function_of_the_users_own_is_to_be_given_the_settings_that_differ(custom_optimizer: str | None) -> None:
-    evidence = make_optimizer_evidence(BETAS, num_windows=1)
-    actor = ActorSpec(optimizer=custom_optimizer or "adamw")
-    cause = find_other_optimizer(replace(evidence, settings=replace(evidence.settings, stepping_actor=actor)))
-    assert cause is not None
-    assert cause.try_next is not None
-    assert ("beside --optimizer" in cause.try_next) is (custom_optimizer is not None)
-
-
 @pytest.mark.parametrize(
     ("in_groups", "num_frozen", "is_found"),
     [([4, 5], 0, True), ([5, 5], 0, False), ([4, 5], 1, False), ([0, 0], 0, False)],
