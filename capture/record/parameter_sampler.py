@@ -368,6 +368,11 @@ class ParameterSampler:
         self._list_slots()
         return len(self._all_slots) - self._num_frozen
 
+    def count_frozen(self) -> None:
+        """Count anew, where the job has frozen other parameters since they were listed."""
+        if (model := self._model()) is not None:
+            self._num_frozen = len(list_frozen_names(model))
+
     def _choose_next_slots(self, max_slots: int, *, only_trained: bool) -> Sequence[ParameterSlot]:
         """Choose the next slots in turn; if `only_trained`, those of frozen parameters are passed over."""
         slots: list[ParameterSlot] = []

@@ -350,12 +350,15 @@ class SnapshotMaker:
     def end_pass(self) -> PassEnd:
         """Read what is left for the end of the latest pass."""
         begins_window, self._begins_window = self._begins_window, None
-        facts, training_pass, self._training_pass = self._facts_taker, self._training_pass, None
+        taker, training_pass, self._training_pass = self._facts_taker, self._training_pass, None
+        facts = None if taker is None or training_pass is None else taker.take_change(training_pass)
+        if facts is not None and self._sampler is not None:
+            self._sampler.count_frozen()
         return PassEnd(
             settings={} if self._compute_dtype is None else self._compute_dtype.end(),
             weights=None if begins_window is None else self._sample_weights(begins_window),
             training=None if self._training_mode is None else self._training_mode.correct(),
-            model_facts=None if facts is None or training_pass is None else facts.take_change(training_pass),
+            model_facts=facts,
         )
 
     def take_random_after(self) -> GeneratorSnapshot | None:

@@ -376,14 +376,21 @@ def _check_missing_passes(subject: LintSubject) -> Iterator[LintRemark]:
 def _list_frozen(subject: LintSubject) -> Iterator[LintRemark]:
     if subject.has_adapter:
         return
-    total = max((recorded.weight_comparison.num_parameters for recorded in subject.trained), default=0)
-    number = max((recorded.num_frozen for recorded in subject.trained), default=0)
-    if number:
+    numbers = {
+        recorded.forward_number or 0: recorded.num_frozen
+        for recorded in subject.trained
+        if recorded.weight_comparison.num_parameters
+    }
+    first, last = (numbers[find(numbers)] if numbers else 0 for find in (min, max))
+    if first or last:
+        total = max(recorded.weight_comparison.num_parameters for recorded in subject.trained)
         patterns = format_patterns(subject.frozen, _list_names(subject)) if subject.frozen else []
         named = f": {name_some(patterns, _MAX_NAMED)}" if patterns else ""
-        text = f"{number} of {pluralise(total, 'parameter')} were not trained{named}"
+        at_first, later = ("", "") if first == last else (" at first", f"; {last} later")
+        text = f"{first} of {pluralise(total, 'parameter')} were not trained{at_first}{named}{later}"
         yield LintRemark(topic="frozen", text=text, weight=Weight.FACT, cause=CauseName.FROZEN)
-    yield from _check_frozen_layers(subject)
+    if first == last:
+        yield from _check_frozen_layers(subject)
 
 
 def _check_frozen_layers(subject: LintSubject) -> Iterator[LintRemark]:

@@ -10,6 +10,7 @@ from enum import StrEnum
 
 from capture.file_format.optimizer_step import OptimizerStep
 from replay.output.text import pluralise
+from replay.verdict.recorded_pass import RecordedPass
 
 
 class StateFactKind(StrEnum):
@@ -107,9 +108,22 @@ def find_state_facts(steps: Iterable[OptimizerStep]) -> list[StateFact]:
     return facts
 
 
-def find_facts_of_ranks(steps_by_rank: Iterable[Sequence[OptimizerStep]]) -> list[StateFact]:
-    """Find what the counts of all ranks show; what several ranks show is one fact."""
-    facts = dict.fromkeys(fact for steps in steps_by_rank for fact in find_state_facts(steps))
+def find_facts_of_ranks(passes: Iterable[RecordedPass]) -> list[StateFact]:
+    """Find what the counts of all ranks show; what several ranks show is one fact.
+
+    What is trained from a later step on has counted fewer steps than the rest, as it should.
+    """
+    by_rank: dict[int | None, list[RecordedPass]] = {}
+    for recorded in passes:
+        by_rank.setdefault(recorded.rank, []).append(recorded)
+    facts: dict[StateFact, None] = {}
+    for of_rank in by_rank.values():
+        steps = [recorded.step_after for recorded in of_rank if recorded.step_after is not None]
+        numbers = {recorded.num_frozen for recorded in of_rank if recorded.weight_comparison.num_parameters}
+        is_uneven_rightly = len(numbers) > 1
+        for fact in find_state_facts(steps):
+            if not (is_uneven_rightly and fact.kind is StateFactKind.UNEVEN):
+                facts[fact] = None
     return sorted(facts, key=lambda fact: fact.step)
 
 

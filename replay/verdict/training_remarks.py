@@ -47,13 +47,10 @@ def list_training_remarks(passes: Sequence[PassEvidence], verdict: Verdict, *, i
 
 def _check_optimizer_state(passes: Sequence[PassEvidence]) -> Pairs:
     """Say so where the optimizer's own count of steps is not that of the steps that were recorded."""
-    steps_by_rank: dict[int | None, list[OptimizerStep]] = {}
-    for _, recorded, _ in passes:
-        if recorded is not None and recorded.step_after is not None:
-            steps_by_rank.setdefault(recorded.rank, []).append(recorded.step_after)
-    facts = find_facts_of_ranks(steps_by_rank.values())
+    recorded_passes = [recorded for _, recorded, _ in passes if recorded is not None]
+    facts = find_facts_of_ranks(recorded_passes)
     # An optimizer that steps nothing has lost no state.
-    if not facts or holds_no_trained_parameter([recorded for _, recorded, _ in passes if recorded is not None]):
+    if not facts or holds_no_trained_parameter(recorded_passes):
         return []
     others = f", and {pluralise(len(facts) - 1, 'more such fact')}" if facts[1:] else ""
     return [("optimizer", f"{facts[0].describe()}{others}")]

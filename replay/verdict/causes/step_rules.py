@@ -29,13 +29,8 @@ def find_other_state(evidence: CauseEvidence) -> Cause | None:
     """Tell that the optimizer's own count of steps is not that of the steps it was seen to take."""
     if evidence.first_wrong is None:
         return None
-    steps = [
-        (compared.recorded.rank or 0, compared.recorded.step_after)
-        for compared in evidence.passes
-        if compared.recorded.step_after is not None
-    ]
-    ranks = sorted({rank for rank, _ in steps})
-    facts = find_facts_of_ranks([[step for other, step in steps if other == rank] for rank in ranks])
+    recorded_passes = [compared.recorded for compared in evidence.passes]
+    facts = find_facts_of_ranks(recorded_passes)
     facts = [fact for fact in facts if _is_followed_by_wrong_number(evidence, fact.step)]
     if evidence.settings.loaded_counts is not None:
         # The replay was given the state that the job began with.
@@ -46,7 +41,7 @@ def find_other_state(evidence: CauseEvidence) -> Cause | None:
         return None
     # An optimizer that counts otherwise than it steps may look at its first step as if it had an older state.
     fact = next((fact for fact in facts if fact.kind in MISCOUNTS), facts[0])
-    last = max(step.number for _, step in steps)
+    last = max(recorded.step_after.number for recorded in recorded_passes if recorded.step_after is not None)
     if fact.kind is StateFactKind.UNEVEN and fact.step == last:
         # What steps behind it held is taken for a part of it, where no recorded pass comes between.
         return Cause(

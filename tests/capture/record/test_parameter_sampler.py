@@ -140,6 +140,17 @@ def test_what_cannot_be_sampled_is_left_out_and_said(tmp_path: Path) -> None:
     assert (len(found.samples), found.num_parameters, found.num_frozen) == (5, 7, 1)
 
 
+def test_a_parameter_that_is_trained_later_counts_as_frozen_no_more(tmp_path: Path) -> None:
+    model = Model()
+    weight = next(model.parameters())
+    with recording(model, tmp_path, reproduce=True):
+        for is_trained in (False, False, True):
+            weight.requires_grad_(is_trained)
+            model(IDS_BS)
+    samples = read_weight_samples(tmp_path)
+    assert [found.num_frozen for found in samples if found is not None] == [1, 1, 0]
+
+
 class Mesh:
     """A mesh as one of its ranks sees it."""
 

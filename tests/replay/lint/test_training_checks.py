@@ -207,6 +207,9 @@ def test_frozen_parameters_and_other_dtypes_are_facts() -> None:
         "dtypes: sampled parameters are 2 bfloat16, 1 float32: layers.1.weight are other than the rest",
     ]
     assert say(passes, has_adapter=True) == []
+    passes.append(make_pass(weights=make_samples(*samples), number=1, step=None))
+    [remark, *_] = say(passes, frozen=["embed.weight", "head.weight"])
+    assert remark == "frozen: 2 of 5 parameters were not trained at first: embed.weight, head.weight; 0 later"
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import pytest
 from capture.file_format.optimizer_state import StateSample
 from capture.file_format.optimizer_step import OptimizerStep
 from replay.verdict.optimizer_facts import StateFactKind, find_facts_of_ranks, find_state_facts
+from tests.replay.lint.recorded import make_pass, make_sample, make_samples
 
 
 def make_step(number: int, *counted: int, has_state: bool | None = None, moments: float | None = None) -> OptimizerStep:
@@ -81,7 +82,17 @@ def test_a_recording_that_tells_nothing_of_states_shows_nothing() -> None:
 
 
 def test_what_all_ranks_show_is_one_fact() -> None:
-    ranks = [[make_step(0, 3)], [make_step(0, 3)]]
-    [fact] = find_facts_of_ranks(ranks)
+    [fact] = find_facts_of_ranks(make_pass(rank=rank, step=make_step(0, 3)) for rank in range(2))
     assert fact.kind is StateFactKind.BEGINS_WITH_STATE
     assert fact.describe() == "the optimizer held the state of 3 steps before step 1, the first that was recorded"
+
+
+@pytest.mark.parametrize("num_frozen", [(2, 2), (2, 0)])
+def test_what_is_trained_later_has_rightly_counted_fewer_steps(num_frozen: tuple[int, int]) -> None:
+    steps = [make_step(3, 3), make_step(4, 1, 4)]
+    passes = [
+        make_pass(number=number, step=step, weights=make_samples(make_sample(), num_frozen=frozen))
+        for number, (step, frozen) in enumerate(zip(steps, num_frozen, strict=True))
+    ]
+    kinds = [fact.kind for fact in find_facts_of_ranks(passes)]
+    assert kinds == ([StateFactKind.UNEVEN] if num_frozen[0] == num_frozen[1] else [])
