@@ -46,7 +46,7 @@ PARTS = {
     "replay.runner.result:judge_without_causes": "judging",
     "replay.runner.result:run_trials": "trials",
     "replay.runner.result:list_notes": "notes",
-    "replay.verdict.judge:JudgedRun.find_causes": "naming causes",
+    "replay.verdict.judge:JudgedRun.add_causes": "naming causes",
 }
 
 

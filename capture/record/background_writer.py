@@ -1,4 +1,6 @@
-"""Handle in a background thread what the job hands over. The job does not wait for it: what does not fit is dropped.
+"""Write in a background thread what the job hands over. The job does not wait for it: what does not fit is dropped.
+
+How an item is written is the business of the callback `handle`.
 
 Only `drain` and `close` wait, for the end of what is queued.
 
@@ -32,14 +34,14 @@ _MAX_SMALL_ITEMS_PER_PASS = 4
 ItemT = TypeVar("ItemT")
 
 
-class _Wakeup(Enum):
+class _Sentinel(Enum):
     """Sentinel that `_wait_for_work` returns instead of an item; an Enum, so that a type checker tells them apart."""
 
     DEADLINE_REACHED = auto()
 
 
 class Deadline(Protocol):
-    """A deadline of another part, such as one for the job's step; the writer's thread watches it while it waits."""
+    """A deadline that the writer's thread watches while it waits, such as the one for the job's next step."""
 
     def seconds_left(self) -> float | None:
         """Return the seconds that are left, 0 once it is reached; None while there is no deadline.
@@ -242,7 +244,7 @@ class BackgroundWriter(Generic[ItemT]):
         except Exception as error:
             self.give_up(error)
 
-    def _wait_for_work(self) -> tuple[ItemT, bool] | Literal[_Wakeup.DEADLINE_REACHED] | None:
+    def _wait_for_work(self) -> tuple[ItemT, bool] | Literal[_Sentinel.DEADLINE_REACHED] | None:
         """Wait for an item that may be handled, for the deadline, or for the end.
 
         Returns the item and whether it is a pass; DEADLINE_REACHED if that comes first; None at the end.
@@ -261,7 +263,7 @@ class BackgroundWriter(Generic[ItemT]):
                     break
                 seconds_left = None if self._deadline is None else self._deadline.seconds_left()
                 if seconds_left == 0:
-                    return _Wakeup.DEADLINE_REACHED
+                    return _Sentinel.DEADLINE_REACHED
                 max_seconds = MAX_DELAY_SECONDS if seconds_left is None else min(seconds_left, MAX_DELAY_SECONDS)
                 was_woken = self._changed.wait(max_seconds)
                 if not was_woken:
@@ -274,9 +276,9 @@ class BackgroundWriter(Generic[ItemT]):
             self._is_handling_item, self._is_handling_pass = True, is_pass
             return item, is_pass
 
-    def _handle_work(self, next_work: tuple[ItemT, bool] | Literal[_Wakeup.DEADLINE_REACHED]) -> None:
+    def _handle_work(self, next_work: tuple[ItemT, bool] | Literal[_Sentinel.DEADLINE_REACHED]) -> None:
         """Handle an item, or a deadline that is reached."""
-        if next_work is _Wakeup.DEADLINE_REACHED:
+        if next_work is _Sentinel.DEADLINE_REACHED:
             self._on_deadline()
         else:
             self._handle_item(*next_work)
@@ -285,17 +287,18 @@ class BackgroundWriter(Generic[ItemT]):
 
     def _handle_item(self, item: ItemT, is_pass: bool) -> None:
         """Handle an item, and count a pass that `handle` refuses or fails at."""
-        is_dropped_pass = is_pass
+        # A pass counts as lost until `handle` has returned.
+        is_lost_pass = is_pass
         try:
             self._handle(item)
-            is_dropped_pass = False
+            is_lost_pass = False
         except CaptureError as error:
             if not is_pass:
                 raise
             if self.refusal is None:
                 self.refusal = str(error)
-                warn(f"capture: a pass that could not be replayed is dropped: {error}. Others like it are counted only")
+                warn(f"capture: a pass that no replay could read is dropped: {error}. Others like it are counted only")
         finally:
             with self._changed:
                 self._is_handling_pass = False
-                self._num_dropped += is_dropped_pass
+                self._num_dropped += is_lost_pass

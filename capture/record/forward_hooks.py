@@ -34,7 +34,7 @@ class ForwardHooks:
 
     on_begin  is given the module, its positional arguments and its keyword arguments
     on_end    is given an output and an error. The output is None if the forward raised. The error was raised by the
-              forward, or by a hook that ran before this one; None if nothing was raised
+              forward, or by a hook of the job's that ran before `on_end`; None if nothing was raised
     """
 
     def __init__(self, on_begin: BeginCallback = _do_nothing, on_end: EndCallback = _do_nothing) -> None:

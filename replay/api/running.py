@@ -22,7 +22,7 @@ from replay.processes.child_job import ChildJob
 from replay.processes.launch import refuse_process_group
 from replay.processes.pool import OUTPUT, REFUSED_EXIT_CODE, ProcessResult, RunningTask, Task
 from replay.runlog.run_file import RUN_FILE
-from replay.runlog.writer import create_folder, note_log
+from replay.runlog.writer import add_log_folder_note, create_folder
 
 if TYPE_CHECKING:
     from replay.campaign.result import GrowingResult
@@ -123,7 +123,7 @@ def run_child(
         running.ranks.wait()
     except KeyboardInterrupt as interruption:
         running.ranks.end(grace=GRACE_SECONDS, first_signal=signal.SIGINT)
-        note_log(interruption, next((path for path in home.iterdir() if path.is_dir()), home))
+        add_log_folder_note(interruption, next((path for path in home.iterdir() if path.is_dir()), home))
         raise
     finally:
         # Of an exception here, such as that of a second interruption, no rank may outlive the call.

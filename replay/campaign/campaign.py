@@ -1,4 +1,6 @@
-"""Run the replays that a command needs, its planned runs. A journal keeps the ended ones, whatever ends the command.
+"""Run the replays that a command needs, its planned runs. A journal keeps the results of those that have ended.
+
+So even a command that is killed loses none of them.
 
 `logs/<time>-<command>/` has two files beside what the planned runs write. `<command>.json` has the plan, from which
 the command makes its planned runs, and the result; it is written when the command begins, and whenever the command
@@ -44,7 +46,7 @@ from replay.processes.pool import (
     Task,
     interrupt_on_sigterm,
 )
-from replay.runlog.writer import create_folder, list_versions, note_log, refuse_other_versions
+from replay.runlog.writer import add_log_folder_note, create_folder, list_versions, refuse_other_versions
 
 FORMAT = 2
 JOURNAL = "journal.jsonl"
@@ -61,7 +63,7 @@ class PlannedRun:
     home      where the folders of all its attempts lie, relative to the campaign's folder, such as `groups/0001`
     python    path of another environment's interpreter; empty: this one
     repeat    number of this run, where the same replay is run several times
-    contents  digest of the inputs, for a folder that may be filled anew (`minimise`); empty: the path says enough
+    inputs_digest  for a folder that may be filled anew (`minimise`); empty: the path of the inputs says enough
     """
 
     home: str
@@ -69,7 +71,7 @@ class PlannedRun:
     num_processes: int = 1
     python: str = ""
     repeat: int = 0
-    contents: str = ""
+    inputs_digest: str = ""
 
     def digest_in(self, folder: Path) -> str:
         """Return the digest by which the campaign in `folder` knows the planned run."""
@@ -81,7 +83,7 @@ class PlannedRun:
         return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
-def ended_without_answer(process_result: ProcessResult) -> bool:
+def has_ended_without_answer(process_result: ProcessResult) -> bool:
     """Did the replay end without an answer, by a signal or its time limit?
 
     Exit codes 0, 1 (it ran and reports a failure) and 2 (it refused its options) are answers.
@@ -144,9 +146,8 @@ class Campaign(Generic[PlanT]):
     plan        what the command makes its planned runs from; read and written as JSON
     versions    of the libraries when the campaign was begun
     result      what the command knows of its answer so far: a dataclass or a mapping, written as JSON
-    may_succeed_alone  judges by its result whether a planned run that ended while others ran beside it might succeed
-                alone, and so has to run again. Default: only one that ended without an answer; exit code 1 (the replay
-                reports a failure) is an answer
+    may_succeed_alone  is given the result of a planned run that had others beside it. Might it end otherwise if it ran
+                alone? If so, it runs again. Default: only one that ended without an answer
     """
 
     folder: Path
@@ -156,7 +157,7 @@ class Campaign(Generic[PlanT]):
     plan: PlanT
     versions: Mapping[str, str | None] = field(default_factory=list_versions)
     result: Any = None
-    may_succeed_alone: Callable[[ProcessResult], bool] = ended_without_answer
+    may_succeed_alone: Callable[[ProcessResult], bool] = has_ended_without_answer
     _lines_by_digest: dict[str, _JournalLine] = field(default_factory=dict)
     _task_runner: RunTasks | None = None
     _runs_are_alone: bool = True
@@ -342,7 +343,7 @@ class Campaign(Generic[PlanT]):
     def _make_task(self, planned_run: PlannedRun, working_folder: Path) -> Task:
         return Task.for_attempt(
             self.folder / planned_run.home,
-            ChildJob(spec=planned_run.spec.for_child_process()),
+            ChildJob(spec=planned_run.spec.make_child_spec()),
             num_processes=planned_run.num_processes,
             limit=self._run_limit_seconds,
             python=planned_run.python,
@@ -392,7 +393,7 @@ class Interruption:
         The caller has written the results before.
         """
         if self.error is not None:
-            note_log(self.error, folder)
+            add_log_folder_note(self.error, folder)
             raise self.error
 
 
@@ -400,7 +401,8 @@ class Interruption:
 def catch_interruption() -> Iterator[Interruption]:
     """Leave the block on Ctrl-C or SIGTERM, so that the caller reports the results so far.
 
-    Planned runs in progress are ended first: Python closes the generator of `Campaign.run_all` as it leaves the loop.
+    Planned runs in progress are ended first: an exception that leaves the caller's `for` over `Campaign.run_all` closes
+    that generator.
     """
     interruption = Interruption()
     try:

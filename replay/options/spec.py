@@ -428,7 +428,7 @@ class ReplaySpec(ReplayParts):
             return self
         return replace(self, measure=replace(self.measure, step=StepMode.OFF))
 
-    def for_child_process(self) -> Self:
+    def make_child_spec(self) -> Self:
         """Return the spec of one run of a campaign: it does nothing besides what was typed."""
         spec = self.without_unasked_steps()
         return replace(spec, measure=replace(spec.measure, trials=False))

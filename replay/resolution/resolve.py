@@ -69,7 +69,7 @@ class _KernelAndLayout:
 
     actor_before_probe  with the job's kernel, if it can be had here
     actor               with the layout that the probe found right, and the kernel that is right for it
-    attention_reason    why that kernel; empty where nobody would ask
+    attention_reason    why that kernel; empty on a CPU and for a ring, where `_explain_attention` has a fixed reason
     """
 
     actor_before_probe: ActorSpec
@@ -94,10 +94,11 @@ def resolve(
     3. whether and how the optimizer steps
     4. the attention kernel and the layout of rows: the job's kernel, unless a probe of the model finds it wrong
     5. how log-probs come from the head
-    6. the kernel by its name in transformers
+    6. the name that transformers has for that attention kernel
     7. the settings that are left and have a default: those of the backend, the optimizer, the inputs and the objective
 
-    Each choice is listed with who made it and why.
+    Each choice is listed with who made it and why. Variables that begin with `actor` are an ActorSpec, the options of
+    the actor; no actor is open yet.
 
     spec        what was typed
     selection   the inputs of this rank, and what the captures tell of the job's windows
@@ -186,7 +187,7 @@ def _find_model(
     the forwards before it, if this backend cannot change what it trains; else None.
     """
     source = find_model_source_on_all_ranks(spec, world)
-    # It builds a model to list its parameters, so the choices of frozen parameters and of steps share one.
+    # A checker builds a model to list its parameters. So one checker serves here and in the choice of steps.
     weight_checker = WeightChecker(source)
     frozen = world.broadcast_from_rank0(find_frozen_in_job(spec, source, weight_checker, first_call, selection.rounds))
     source = replace(source, frozen=frozen.always, frozen_later=frozen.later)
@@ -220,7 +221,8 @@ def _choose_kernel_and_layout(
     )
     # In a left-padded row the last padding token predicts the label of the row's first token, and a model's own loss
     # counts that. Joined rows have no padding, so such rows stay padded, and the user is told why.
-    # A ring's rows are packed, and a pass that has padding between tokens says so.
+    # A ring's rows are always packed, so nothing is changed for them: `prepare_actor_inputs` refuses a micro-batch with
+    # padding between tokens.
     must_stay_padded = selection.padding_predicts_label and not is_packing_typed and not layout.packs
     if must_stay_padded and not layout.why_unusual:
         layout = replace(layout, why_unusual=PADDING_PREDICTS_LABEL)
@@ -242,37 +244,41 @@ def choose_loss(spec: ReplayParts, selection: Selection, first_call: CapturedCal
     loss = spec.measure.loss
     if loss != LossName.AUTO:
         return ResolvedChoice(setting=LOSS, value=loss, by=ChosenBy.TYPED)
-    shown, obstacle = selection.shown_objective, _find_shown_loss_obstacle(spec)
-    # Runs that keep details are compared with each other, by a mean of log-probs. No `why` is given: commands set
-    # `details`, and no user does.
-    wants_shown = shown is not None and not spec.measure.details
-    if wants_shown and obstacle is None:
+    shown_objective, obstacle = selection.shown_objective, _find_shown_loss_obstacle(spec)
+    # Only commands set `details`. They compare runs with each other by a mean of log-probs, so here the objective is
+    # left alone, and nothing is explained, since no user chose this.
+    takes_shown_objective = shown_objective is not None and not spec.measure.details
+    if takes_shown_objective and obstacle is None:
         why = "it noted its loss, advantages and old log-probs"
-        if shown == FROM_LOGIT_GRADIENT.name:
+        if shown_objective == FROM_LOGIT_GRADIENT.name:
             why = "it computes its loss from the model's logits, whose gradient was recorded"
-        return ResolvedChoice(setting=LOSS, value=shown, by=ChosenBy.JOB, why=why)
+        return ResolvedChoice(setting=LOSS, value=shown_objective, by=ChosenBy.JOB, why=why)
     try:
-        usual_loss = LossName.STAND_IN if first_call is None else name_loss(loss, first_call.micro_batch())
+        loss_by_labels = LossName.STAND_IN if first_call is None else name_loss(loss, first_call.micro_batch())
     except CaptureError:
         # The pass itself will report what is wrong with the capture.
-        usual_loss = LossName.STAND_IN
-    if usual_loss != LossName.STAND_IN:
-        return ResolvedChoice(setting=LOSS, value=str(usual_loss), by=ChosenBy.JOB, why="its captures have labels")
-    if wants_shown and obstacle is not None:
-        return ResolvedChoice(setting=LOSS, value=str(usual_loss), by=ChosenBy.OPTION, why=obstacle)
-    why = "" if shown is not None else "the inputs have no labels, and no noted loss of a policy"
+        loss_by_labels = LossName.STAND_IN
+    if loss_by_labels != LossName.STAND_IN:
+        return ResolvedChoice(setting=LOSS, value=str(loss_by_labels), by=ChosenBy.JOB, why="its captures have labels")
+    if takes_shown_objective and obstacle is not None:
+        return ResolvedChoice(setting=LOSS, value=str(loss_by_labels), by=ChosenBy.OPTION, why=obstacle)
+    why = "" if shown_objective is not None else "the inputs have no labels, and no noted loss of a policy"
     if first_call is None:
         why = "the first input cannot be read"
-    elif shown is None and math.isfinite(misfit := float(first_call.notes.get(LOSS_MISFIT, math.nan))):
+    elif shown_objective is None and math.isfinite(misfit := float(first_call.notes.get(LOSS_MISFIT, math.nan))):
         why = (
             f"{misfit:.2%} of the gradient of the job's logits cannot come from a loss of log-probs; "
             "label smoothing, a temperature, an entropy or a loss scale may have made it"
         )
-    return ResolvedChoice(setting=LOSS, value=str(usual_loss), by=ChosenBy.DEFAULT, why=why)
+    return ResolvedChoice(setting=LOSS, value=str(loss_by_labels), by=ChosenBy.DEFAULT, why=why)
 
 
 def set_loss_of_job(spec: ReplaySpec, selection: Selection) -> ReplaySpec:
-    """Return the spec with the loss that the job's captures show, for replays that could not choose it themselves."""
+    """Return the spec with the loss that the job's captures show.
+
+    For child replays that could not choose it themselves: those of `check-upgrade` keep details, and those of
+    `minimise` are given parts of the captures.
+    """
     loss = choose_loss(spec, selection, None)
     return replace(spec, measure=replace(spec.measure, loss=loss.value)) if loss.by is ChosenBy.JOB else spec
 
@@ -307,10 +313,10 @@ def _explain_attention(probed: _KernelAndLayout, kernel_name: str, typed: ActorS
         by = ChosenBy.MACHINE
     else:
         by = ChosenBy.JOB
-    # These are for where `attention_reason` is empty: on a CPU, and for a ring, which `choose_job_kernel` leaves alone.
     machine_reason = (
         "the fastest of a ring's kernels that can be had here" if after.parallel.ring > 1 else "what a CPU has"
     )
+    # For where `attention_reason` is empty: on a CPU, and for a ring, which `choose_job_kernel` leaves alone.
     default_reasons = {ChosenBy.JOB: "its captures name it", ChosenBy.MACHINE: machine_reason}
     why = probed.attention_reason or default_reasons.get(by, "")
     return ResolvedChoice(setting=ATTENTION, value=kernel_name, by=by, why=why)
@@ -370,15 +376,15 @@ def _list_backend_and_optimizer_settings(actor: ActorSpec) -> Iterator[ResolvedC
             if not actor.has_optimizer:
                 why += " without an optimizer"
         yield ResolvedChoice(setting="actor.zero_stage", value=actor.resolved_zero_stage, by=by, why=why)
-    family = OPTIMIZERS.get(actor.optimizer)
-    for setting in family.settings if family is not None else ():
+    declaration = OPTIMIZERS.get(actor.optimizer)
+    for setting in declaration.settings if declaration is not None else ():
         # A setting without a command-line option has an empty `options`, and is not listed.
         value_or_values = setting.read_options(actor)
         has_several = len(setting.options) > 1
         values = value_or_values if has_several else [value_or_values] * len(setting.options)
         for name, value in zip(setting.options, values, strict=True):
             is_typed = getattr(actor, name) is not None
-            why = "" if is_typed or family is None else f"{family.packages[0]}'s, of {actor.optimizer}"
+            why = "" if is_typed or declaration is None else f"{declaration.packages[0]}'s, of {actor.optimizer}"
             by = ChosenBy.TYPED if is_typed else ChosenBy.DEFAULT
             yield ResolvedChoice(setting=f"actor.{name}", value=value, by=by, why=why)
 

@@ -53,7 +53,7 @@ def create_folder(logs: Path, name: str) -> Path:
     raise AssertionError("count() has no end")
 
 
-def note_log(interruption: KeyboardInterrupt, folder: Path) -> None:
+def add_log_folder_note(interruption: KeyboardInterrupt, folder: Path) -> None:
     """Add to an interruption, for a program that catches it, where the log of what ran is."""
     interruption.add_note(f"What ran is in {folder}. replay.open({str(folder)!r}) reads it")
 

@@ -71,7 +71,7 @@ class RandomDrawCounter:
         return replace(recorded, draws=job), replace(replayed, draws=replay)
 
 
-def has_captured_layout(inputs: PassInputs, batch: MicroBatch, parallel: ParallelSpec) -> bool:
+def was_fed_as_captured(inputs: PassInputs, batch: MicroBatch, parallel: ParallelSpec) -> bool:
     """Tell whether the model was fed the captured rows, each token in its place: so a random mask has its shape."""
     is_whole = parallel.ring == 1 and not parallel.sequence_parallel
     actor_inputs = inputs.actor_inputs

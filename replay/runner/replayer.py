@@ -35,7 +35,7 @@ from replay.runlog.token_log_probs import TokenPlaces, write_token_log_probs
 from replay.runner.accumulation_window import AccumulationWindow
 from replay.runner.checkpoint import digest_inputs
 from replay.runner.first_uses import ExpectedTimes, record_second_run
-from replay.runner.generator_observer import GeneratorObserver, RandomDrawCounter, has_captured_layout
+from replay.runner.generator_observer import GeneratorObserver, RandomDrawCounter, was_fed_as_captured
 from replay.runner.meter import Meter
 from replay.runner.non_finite import NonFiniteSearch
 from replay.runner.observers import (
@@ -131,6 +131,11 @@ class Replayer:
     searches it for its first NaN or infinity, and `time_second_run` measures it again. After a pass that failed,
     `reopen_after_failure` opens the actor again.
 
+    Here a `record` is a line of this replay's log, of one pass. What is called recorded, such as `recorded_pass`, the
+    job recorded.
+
+    spec            what to replay, and how: `spec.actor` are the actor's options, and `spec.measure` says what each
+                    pass does and where it is logged
     meter           measures seconds and memory of a pass's phases
     tracker         tells the watch, which notices dead and waiting ranks, what this rank is doing
     weight_checker  compares the weights that the job recorded with the model's
@@ -158,7 +163,6 @@ class Replayer:
         self.tracker = tracker
         self.weight_checker = weight_checker
         self.trace = trace
-        # `spec.measure` says what each pass does and where it is logged. What measures is the meter.
         self.window = AccumulationWindow(grad_accumulation=spec.actor.resolved_grad_accumulation, rounds=rounds)
         self.details_folder = log_folder if spec.measure.keeps_details else None
         self.non_finite_search = NonFiniteSearch(spec=spec.actor, world=world, report_progress=tracker.report_progress)
@@ -171,9 +175,9 @@ class Replayer:
         self._first_use_observer = FirstUseObserver(world.device, spec.kernel)
         self._expected_times = ExpectedTimes()
         self._latest_inputs: PassInputs | None = None
-        # A failed pass left something in the backend that would spoil later passes.
+        # True once a failed pass has left something in the backend that would spoil later passes.
         self._must_reopen = False
-        # The accumulation window has counted the pass that runs now, or ran last.
+        # True once the accumulation window has counted the pass that runs now, or ran last.
         self._is_pass_counted = False
         self._random_draw_counter = RandomDrawCounter()
         self._objective = Objective.open(spec)
@@ -373,9 +377,9 @@ class Replayer:
             gradient=gradient_sampler.samples if gradient_sampler is not None else None,
             state=state_sampler.samples if state_sampler is not None else {},
             draws=generator_observer.draws,
-            # `has_captured_layout` waits for the device, so it is called only if the forward drew random numbers.
-            has_captured_layout=generator_observer.has_drawn
-            and has_captured_layout(inputs, batch, self.spec.actor.parallel),
+            # `was_fed_as_captured` waits for the device, so it is called only if the forward drew random numbers.
+            was_fed_as_captured=generator_observer.has_drawn
+            and was_fed_as_captured(inputs, batch, self.spec.actor.parallel),
             router_flips=outcome.router_flips,
             has_job_routes=self._routing.has_job_routes(outcome.router_flips),
             job_router_loss=self._routing.describe_job_loss(captured_call, outcome.router_loss_factor),
@@ -488,7 +492,7 @@ class Replayer:
         return objective_data
 
     def _choose_loss_weight(self, index: int, objective_data: ObjectiveData | None) -> float:
-        """Return the factor on the pass's loss, which the backend divides by window passes x data ranks."""
+        """Return the factor on the loss of a pass, before the backend divides it by window passes x data ranks."""
         num_window_passes = self.window.size * self.world.num_data_ranks
         if objective_data is not None:
             assert self._objective is not None
@@ -536,8 +540,10 @@ class Replayer:
 
         No backward runs: it would change the gradient that the optimizer is about to step with.
         """
-        forward = replace(inputs, runs_backward=False)
-        return self.non_finite_search.find_first(self.reopenable_actor.backend, forward, have_weights_changed=False)
+        inputs_without_backward = replace(inputs, runs_backward=False)
+        return self.non_finite_search.find_first(
+            self.reopenable_actor.backend, inputs_without_backward, have_weights_changed=False
+        )
 
     def _collect_log_probs(
         self, outcome: PassOutcome, inputs: PassInputs, captured_call: CapturedCall, batch: MicroBatch
@@ -596,11 +602,11 @@ def _describe_input(batch: MicroBatch) -> InputSection:
 
 def _describe_result(outcome: PassOutcome, inputs: PassInputs) -> ResultSection:
     """Return loss, gradient norm, and the sums of the rows, in the order of the captured rows."""
-    row_step = -1 if inputs.has_reversed_rows else 1
+    row_stride = -1 if inputs.has_reversed_rows else 1
     return ResultSection(
         loss=outcome.loss.item(),
-        row_log_probs=outcome.log_probs_BA.double().sum(dim=1).tolist()[::row_step],
-        row_action_tokens=inputs.actor_inputs.action_mask_BA.sum(dim=1).tolist()[::row_step],
+        row_log_probs=outcome.log_probs_BA.double().sum(dim=1).tolist()[::row_stride],
+        row_action_tokens=inputs.actor_inputs.action_mask_BA.sum(dim=1).tolist()[::row_stride],
         weight=inputs.loss_weight,
         grad_norm=outcome.grad_norm,
     )

@@ -265,19 +265,19 @@ def conclude(
             settings, fp32_verdict, remarks = _measure_rounding(repeater, passes, settings)
             judged_run = None
     judged_run = judged_run or judge_without_causes(passes_with_incidents, settings)
-    verdict = judged_run.find_causes()
+    verdict = judged_run.add_causes()
     if fp32_verdict is not None and _is_worse(fp32_verdict, verdict):
         verdict = replace(fp32_verdict, environment=verdict.environment)
     elif measure.trials and not (is_resumed or ended_early):
         report = run_trials(repeater, passes, verdict, settings)
         if report is not None:
-            verdict = judged_run.find_causes(report)
+            verdict = judged_run.add_causes(report)
             remarks = [*remarks, *describe_trials(report)]
         single_pass_gradients, why_not = measure_single_pass_gradients(repeater, passes, verdict)
         if why_not is not None:
             remarks = [*remarks, ("no trial", why_not)]
         if single_pass_gradients:
-            verdict = judged_run.find_causes(report, single_pass_gradients)
+            verdict = judged_run.add_causes(report, single_pass_gradients)
             number = pluralise(len(single_pass_gradients), "pass")
             remarks = [*remarks, ("also ran", f"{number} of one window, each alone, for its own gradient")]
     recording_remarks: Sequence[RecordingRemark] | None = None

@@ -4,8 +4,9 @@ No other code of replay/ calls a backend's `forward`, `backward` or `end_window`
 
     outcome = run_pass(backend, inputs, MeterClock(meter, world), observers)
 
-A replay, its second run of a slow pass, the search for the first NaN, a profile, the trials of the verdict, `diagnose`
-and `mismatch` all run their passes here. What differs between them is in the inputs, the clock and the observers.
+A replay, its second run of a slow pass, the search for the first NaN, a profile, the runs with which a verdict tries
+out suspected causes, `diagnose` and `mismatch` all run their passes here. What differs between them is in the inputs,
+the clock and the observers.
 
 Collectives have the same order on every rank: the ranks wait for each other (with a clock); the forward; observers
 after the forward; the ranks wait for the slowest (with a clock); the backward; observers after the backward, and before
@@ -49,10 +50,11 @@ WAIT_PHASE = "wait"
 
 
 class WindowEnd(Enum):
-    """What ends with a pass: no accumulation window, a complete one, or one that lacks a pass.
+    """What ends with a pass: no accumulation window, a complete one, or an incomplete one.
 
-    A window is the passes, of all data ranks, whose gradients are accumulated for one optimizer step. The job never had
-    the gradient of a window that lacks a pass, so it is cleared, with no norm and no step.
+    A window is the passes, of all data ranks, whose gradients are accumulated for one optimizer step. It is incomplete
+    if one of its passes failed, or is not among the inputs; a window that the job itself made shorter is complete. The
+    job never had the gradient of an incomplete window, so that gradient is cleared, with no norm and no step.
     """
 
     NONE = auto()
@@ -84,7 +86,7 @@ class PassInputs:
     runs_backward        the pass differentiates the loss
     loss_weight          the factor on the loss in the backward
     window_factor        a further factor: `grad_accumulation` divided by the number of passes that a data rank has in
-                         this window. The backend divides by `grad_accumulation`, even in a window of fewer passes
+                         this window, for the backend always divides by `grad_accumulation`
     window_end           whether an accumulation window ends with this pass, and whether it is complete
     frozen               names of parameters that the job did not train in this window. The backward computes gradients
                          of them too, which are dropped after the last backward of a complete window
@@ -93,8 +95,8 @@ class PassInputs:
     random_states        what the random generators are set to before the forward; empty: they are left as they are
     captured_row_length  tokens in a row of the capture, including padding
     has_reversed_rows    the rows are in the reverse of the capture's order
-    routes               the experts that the routers of a mixture of experts have to choose, or are compared with;
-                         None: the routers are left alone
+    routes               the experts that the job's routers chose in a mixture of experts. The routers here are made to
+                         choose them, or their own choice is compared with them; None: the routers are left alone
     router_loss_term     computes the routers' auxiliary (load-balancing) loss, a term of the pass's loss, from the
                          logits that `routes` keep; None: the loss has no such term
     """
@@ -125,10 +127,12 @@ class PassOutcome:
     grad_norm     of the window; None in a pass that does not end a complete one
     router_flips  of each router that was compared with the job's: the tokens for which it chose other experts here
     router_loss   the routers' part of `loss`; None: it has none
-    router_loss_factor  what the routers' loss is multiplied by in the loss that the job gave to `recorder.note`: 0, 1,
-                  or `LogProbWeights.total` of the loss, by which a loop that adds the routers' loss before it weighs
-                  the pass multiplies both; nan: the job's loss does not tell which; None: there is no job's loss to
-                  compare with
+    router_loss_factor  what the routers' loss is multiplied by in the loss that the job gave to `recorder.note`.
+                  0: the job left it out
+                  1: it was added after the pass's loss had been weighted
+                  `LogProbWeights.total` of the pass's loss: it was added before, and weighted with it
+                  nan: the job's loss does not tell
+                  None: the job gave no loss, or the model has no routers' loss
     """
 
     log_probs_BA: Tensor
@@ -305,12 +309,12 @@ def run_pass(
 ) -> PassOutcome:
     """Run one pass: the forward, and the backward and the end of the accumulation window where `inputs` ask for them.
 
-    With a clock, the ranks wait for each other and start it together. The forward computes log-probs and the loss; then
-    with a clock all ranks wait for the slowest, so that the backward is not charged for that. The backward adds to the
-    gradient of the window. A MEASURED step is a phase of the pass. Otherwise the window's end (norm, step if any,
-    clearing) runs unmeasured, after the clock has stopped. At the end of a window that lacks a pass the gradients are
-    cleared, and no more. Before each phase, after forward and backward, before a measured step, and once the clock has
-    stopped the observers have their turn.
+    With a clock, the ranks wait for each other and begin the pass together. The forward computes log-probs and the
+    loss; then with a clock all ranks wait for the slowest, so that this wait does not count as time of the backward.
+    The backward adds to the gradient of the window. A MEASURED step is a phase of the pass. Otherwise the window's end
+    (norm, step if any, clearing) runs unmeasured, after the clock has stopped. At the end of an incomplete window the
+    gradients are cleared, and no more. Before each phase, after forward and backward, before a measured step, and once
+    the clock has stopped the observers have their turn.
 
     clock      measures the pass; None: the pass is not measured
     observers  look at the pass; the same ones in the same order on every rank
@@ -403,9 +407,6 @@ def run_pass_again(
     """
     inputs_of_own_window = replace(
         inputs,
-        # A weight is the share of a pass beside the others of its window, and here there are no others. `window_factor`
-        # may stay: it only scales the gradient, which is cleared. Nobody reads its norm.
-        loss_weight=1.0,
         window_end=WindowEnd.COMPLETE if inputs.runs_backward else WindowEnd.NONE,
         step_timing=StepTiming.NONE,
     )

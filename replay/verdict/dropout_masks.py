@@ -126,7 +126,7 @@ def _find_other_condition(
         return f"the job ran on {job_settings.get('device')}, this is {replay_settings.get('device')}"
     if settings.why_other_draws is not None:
         return settings.why_other_draws
-    if not replayed.has_captured_layout:
+    if not replayed.was_fed_as_captured:
         return (
             "rows are packed here, and other rows in the job. Try: --no-packing"
             if settings.packs

@@ -7,10 +7,11 @@
      "dtypes": ["bfloat16", "bfloat16"], "floors": {...}, "passes": [...], "windows": [...], "causes": [], ...}
 
 With other weights than the job's no number means anything, so a pass that is known to have run on other weights is not
-judged. Each number that the job recorded of a pass, or of the gradient of an optimizer step, is compared with the
-replay's number. It agrees within its bound, or it differs, or it is unsettled or not judged, and then the verdict says
-why. The outcome is DIFFERS only where nothing else explains the difference: the weights are known to be the job's, and
-both computed the same quantity. Where there is a doubt, the outcome is UNSETTLED or CANNOT TELL.
+judged. A number has a status, and a pass or a run has an outcome. Each number that the job recorded of a pass, or of
+the gradient of an optimizer step, is compared with the replay's number. By its status it agrees within its bound, or
+differs, or is unsettled or not judged, and then the verdict says why. The outcome is DIFFERS only where nothing else
+explains the difference: the weights are known to be the job's, and both computed the same quantity. Where there is a
+doubt, the outcome is UNSETTLED or CANNOT TELL.
 
 `floors` are how far apart two replays are that differ in rounding alone; a step floor is for passes after a step.
 """
@@ -63,10 +64,10 @@ from replay.verdict.pass_verdicts import (
     mark_job_dropout_masks,
 )
 from replay.verdict.pass_weights import (
-    check_weights,
     choose_weights_to_show,
     drop_floors_after_rounded_step,
     infer_weights_after_steps,
+    merge_weight_samples,
 )
 from replay.verdict.pass_windows import group_into_windows
 from replay.verdict.recorded_pass import (
@@ -92,7 +93,7 @@ class PassEvidence(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JudgedRun:
-    """The verdict on a run before its causes are found. `find_causes` may be called again when more is known.
+    """The verdict on a run before its causes are found. `add_causes` may be called again when more is known.
 
     verdict   without causes
     evidence  what the causes are found from; None where the passes cannot be judged
@@ -106,7 +107,7 @@ class JudgedRun:
         """Do all passes and steps agree with the job, none of them inconclusive?"""
         return self.verdict.outcome is Outcome.REPRODUCED and self.verdict.coverage.is_whole
 
-    def find_causes(
+    def add_causes(
         self, trials: TrialReport | None = None, single_pass_gradients: Sequence[SinglePassGradient] = ()
     ) -> Verdict:
         """Return the verdict with its causes.
@@ -126,7 +127,7 @@ class JudgedRun:
 
 def judge(passes: Sequence[PassEvidence], settings: VerdictSettings) -> Verdict:
     """Judge whether the replay reproduced the job, and find the causes that the passes alone tell."""
-    return judge_without_causes(passes, settings).find_causes()
+    return judge_without_causes(passes, settings).add_causes()
 
 
 def judge_without_causes(passes: Sequence[PassEvidence], settings: VerdictSettings) -> JudgedRun:
@@ -145,8 +146,8 @@ def judge_without_causes(passes: Sequence[PassEvidence], settings: VerdictSettin
        (`dropout_masks`). A training pass whose numbers agree had the job's masks.
     4. Judge the gradient of each window. Under dropout that needs point 3: the gradient is comparable if all passes of
        the window had the job's masks.
-    5. Where a higher precision than the job's was asked for, nothing is REPRODUCED: the job's rounding hides more than
-       the replay's.
+    5. Where a higher precision than the job's was asked for, nothing is REPRODUCED: the job's coarser rounding may hide
+       an error that the replay's would show.
     6. Choose the outcome of the run: DIFFERS if any pass or gradient differs, else UNSETTLED if any is unsettled, else
        REPRODUCED if any is reproduced, else CANNOT TELL.
     """
@@ -168,7 +169,7 @@ def judge_without_causes(passes: Sequence[PassEvidence], settings: VerdictSettin
         return JudgedRun(verdict=verdict, evidence=None)
 
     compared_passes = clip_as_the_job(compared_passes, settings)
-    compared_passes = check_weights(compared_passes)
+    compared_passes = merge_weight_samples(compared_passes)
     compared_passes = add_window_findings(compared_passes, settings)
     if settings.follows_steps:
         compared_passes = infer_weights_after_steps(compared_passes, settings)
@@ -183,7 +184,9 @@ def judge_without_causes(passes: Sequence[PassEvidence], settings: VerdictSettin
 
     # In the order of the passes: a window's verdict, a PassVerdict too, comes after the verdict of its last pass. So a
     # wrong gradient comes before the wrong numbers that it causes in later passes.
-    verdicts = sorted([*pass_verdicts, *window_verdicts], key=lambda verdict: (verdict.index, verdict.is_window))
+    verdicts = sorted(
+        [*pass_verdicts, *window_verdicts], key=lambda pass_verdict: (pass_verdict.index, pass_verdict.is_window)
+    )
     outcome = _choose_outcome(verdicts)
     environment = _compare_environments(compared_passes, settings)
     windows = group_into_windows(compared_passes)
@@ -199,8 +202,8 @@ def judge_without_causes(passes: Sequence[PassEvidence], settings: VerdictSettin
     verdict = Verdict(
         outcome=outcome,
         reason=_choose_reason(verdicts, outcome),
-        counts=dict(Counter(verdict.outcome for verdict in pass_verdicts)),
-        window_counts=dict(Counter(verdict.outcome for verdict in window_verdicts)),
+        counts=dict(Counter(pass_verdict.outcome for pass_verdict in pass_verdicts)),
+        window_counts=dict(Counter(window_verdict.outcome for window_verdict in window_verdicts)),
         first=first_difference,
         worst=worst_findings,
         open=_select_open_findings(verdicts),
@@ -219,8 +222,8 @@ def judge_without_causes(passes: Sequence[PassEvidence], settings: VerdictSettin
 def _compare_passes(passes: Sequence[PassEvidence], settings: VerdictSettings) -> list[ComparedPass]:
     """Compare the numbers of each pass whose capture could be read."""
     readable = [(record, recorded, replayed) for record, recorded, replayed in passes if recorded is not None]
-    # `claims` are the quantities that the job recorded. A norm comes with the last pass of a window. So if this pass
-    # and the one before both have a norm, this pass is a window of its own. Otherwise only a recorded step tells how
+    # `claims` are the quantities that the job recorded. A norm comes with the last pass of a window. So if a pass and
+    # the pass before it both have a norm, that pass is a window of its own. Otherwise only a recorded step tells how
     # many passes the norm covers.
     passes_with_grad_norm = {
         (recorded.rank, recorded.forward_number)
@@ -287,7 +290,7 @@ def _choose_reason(verdicts: Sequence[PassVerdict], outcome: Outcome) -> str | N
     """Choose the reason to show: of the first UNSETTLED if this is the outcome, else the most frequent CANNOT TELL.
 
     Passes with other weights and passes that failed explain nothing of the others, so their reasons come last, however
-    many there are. None if no verdict is of that kind. If there is no verdict at all, the reason is that no pass was
+    many there are. None if no verdict is CANNOT TELL. If there is no verdict at all, the reason is that no pass was
     replayed.
     """
     if outcome is Outcome.UNSETTLED:

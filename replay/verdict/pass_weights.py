@@ -31,7 +31,7 @@ from replay.verdict.stepped_weights import compare_stepped_weights
 from replay.verdict.weight_movement import did_any_move
 
 
-def check_weights(compared_passes: Sequence[ComparedPass]) -> list[ComparedPass]:
+def merge_weight_samples(compared_passes: Sequence[ComparedPass]) -> list[ComparedPass]:
     """Give each pass the comparison of all samples that were taken of the weights it ran on.
 
     A capture has samples of some of a model's parameters, and each rank of a sharded job samples its own shards. So

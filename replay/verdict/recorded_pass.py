@@ -490,7 +490,7 @@ class ReplayedPass:
     gradient          None where the pass ends no window, or the job sampled no gradient
     state             what the optimizer held before the step that follows, at the elements that the job sampled
     draws             the random numbers that the forward drew
-    has_captured_layout  the model was fed the captured rows, each token in its place, on one rank; False where the
+    was_fed_as_captured  the model was fed the captured rows, each token in its place, on one rank; False where the
                       forward drew no random numbers
     router_flips      of a mixture of experts, by router: the tokens whose scores here choose other experts than the job
     has_job_routes    every token went to the job's experts
@@ -504,7 +504,7 @@ class ReplayedPass:
     gradient: GradientSamples | None = field(default=None)
     state: StateElements = field(default_factory=dict)
     draws: RandomDraws | None = None
-    has_captured_layout: bool = False
+    was_fed_as_captured: bool = False
     router_flips: Sequence[RouterFlips] = ()
     has_job_routes: bool = False
     job_router_loss: JobRouterLoss | None = None

@@ -115,7 +115,7 @@ def replay_all(runs: Sequence[Run], home: Path) -> None:
     for run in runs:
         spec = run.cell.spec
         spec = replace(spec, measure=replace(spec.measure, trace=run.traced and is_traceable(run.cell)))
-        spec = spec.for_child_process()
+        spec = spec.make_child_spec()
         job = ChildJob(spec=spec).with_log_folder(run.logs)
         worlds.setdefault(run.world, []).append({"job": job.text, "fault": run.fault})
     for world, jobs in worlds.items():

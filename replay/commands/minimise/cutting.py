@@ -61,7 +61,7 @@ class Candidate:
         return format_command_line(self.spec)
 
     @property
-    def contents(self) -> str:
+    def inputs_digest(self) -> str:
         """Return a digest of what its inputs hold."""
         return hashlib.sha256(json.dumps(to_json(self.cuts)).encode()).hexdigest()
 

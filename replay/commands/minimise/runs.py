@@ -204,7 +204,7 @@ class _TrialPlan:
 
     home      its folder in the campaign's
     inputs    what it replays; None: as it was typed
-    contents  tells its inputs from those of other trials
+    inputs_digest  tells its inputs from those of other trials
     folder    where its relative paths begin
     """
 
@@ -212,7 +212,7 @@ class _TrialPlan:
     candidate: Candidate
     home: str
     inputs: Path | None = None
-    contents: str = ""
+    inputs_digest: str = ""
     folder: Path = Path()
 
     def with_inputs(self, spec: ReplaySpec) -> ReplaySpec:
@@ -308,7 +308,9 @@ class _Minimisation:
             return self.failures[candidate]
         log, home = self.log, self._name_next_home()
         inputs = log.folder / home / "inputs"
-        trial = _TrialPlan(what=what, candidate=candidate, home=home, inputs=inputs, contents=candidate.contents)
+        trial = _TrialPlan(
+            what=what, candidate=candidate, home=home, inputs=inputs, inputs_digest=candidate.inputs_digest
+        )
         shown_failure = None
         try:
             if self._has_to_run(trial, 0):
@@ -339,7 +341,7 @@ class _Minimisation:
                 candidate=without_cuts,
                 home=home,
                 inputs=inputs,
-                contents=digest.hexdigest(),
+                inputs_digest=digest.hexdigest(),
                 folder=folder,
             )
         )
@@ -384,7 +386,7 @@ class _Minimisation:
         if cell is not None:
             reference = cell.reference if trial.inputs is None else cell.build_reference(candidate)
             runs.insert(0, ("reference", reference, cell.num_processes))
-        shared: dict[str, Any] = {"repeat": repeat, "contents": trial.contents}
+        shared: dict[str, Any] = {"repeat": repeat, "inputs_digest": trial.inputs_digest}
         return [
             PlannedRun(home=f"{trial.home}/{name}", spec=trial.with_inputs(spec), num_processes=num_processes, **shared)
             for name, spec, num_processes in runs

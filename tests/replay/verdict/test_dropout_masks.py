@@ -50,8 +50,8 @@ def make_recorded(*claims: Claim, draws: RandomDraws | None = FIVE, **changes: A
     return RecordedPass(**{**values, "claims": claims, "draws": draws, **changes})
 
 
-def make_replayed(draws: RandomDraws = FIVE, *, has_captured_layout: bool = True) -> ReplayedPass:
-    return ReplayedPass(draws=draws, has_captured_layout=has_captured_layout)
+def make_replayed(draws: RandomDraws = FIVE, *, was_fed_as_captured: bool = True) -> ReplayedPass:
+    return ReplayedPass(draws=draws, was_fed_as_captured=was_fed_as_captured)
 
 
 def judge_pass(
@@ -75,7 +75,7 @@ def test_with_the_jobs_masks_a_number_that_is_off_differs_and_a_right_one_is_rep
 def test_with_other_masks_nothing_is_judged_though_it_agrees(claim: Claim) -> None:
     """The rows are packed here: the forward drew another number of random numbers."""
     verdict = judge_pass(
-        make_recorded(claim, RIGHT_NORM), make_replayed(SIX, has_captured_layout=False), replace(SETTING, packs=True)
+        make_recorded(claim, RIGHT_NORM), make_replayed(SIX, was_fed_as_captured=False), replace(SETTING, packs=True)
     )
     assert (verdict.outcome, verdict.window_counts) == (Outcome.CANNOT_TELL, {Outcome.CANNOT_TELL: 1})
     assert verdict.reason == f"{OTHER_MASKS}: rows are packed here, and other rows in the job. Try: --no-packing"
@@ -85,7 +85,7 @@ def test_with_other_masks_nothing_is_judged_though_it_agrees(claim: Claim) -> No
 @pytest.mark.parametrize(
     ("recorded", "replayed", "setting", "why"),
     [
-        (make_recorded(), make_replayed(has_captured_layout=False), SETTING, "the rows have another shape"),
+        (make_recorded(), make_replayed(was_fed_as_captured=False), SETTING, "the rows have another shape"),
         (
             make_recorded(environment={**ENVIRONMENT, "attention": "eager"}),
             make_replayed(),
@@ -123,7 +123,7 @@ def test_the_kernel_of_attention_matters_where_dropout_acts_inside_it() -> None:
 
 
 def test_masks_that_are_not_proven_are_trusted_in_fp32_alone_where_all_numbers_agree() -> None:
-    replayed = make_replayed(has_captured_layout=False)
+    replayed = make_replayed(was_fed_as_captured=False)
     assert judge_pass(make_recorded(RIGHT), replayed).outcome is Outcome.REPRODUCED
     in_bf16 = judge_pass(make_recorded(RIGHT, dtypes=["bfloat16"]), replayed, replace(SETTING, dtype="bfloat16"))
     assert in_bf16.outcome is Outcome.CANNOT_TELL

@@ -8,7 +8,7 @@ from actor_init.spec import ActorSpec
 from capture.file_format.optimizer_step import OptimizerStep
 from replay.tolerances.job_bounds import TOKENS, NoiseFloor
 from replay.verdict.findings import VerdictSettings, list_dtypes
-from replay.verdict.pass_weights import check_weights, drop_floors_after_rounded_step
+from replay.verdict.pass_weights import drop_floors_after_rounded_step, merge_weight_samples
 from replay.verdict.recorded_pass import WeightComparison
 from tests.replay.verdict.causes.made_evidence import draw_gradients, make_window
 
@@ -65,7 +65,7 @@ def compare(*pairs: tuple[int, bool], is_sharded: bool = False) -> list[tuple[st
         [compared] = make_window([job], job, index=number)
         recorded = replace(compared.recorded, rank=rank, num_steps_before=0, weight_comparison=weights)
         passes.append(replace(compared, recorded=recorded))
-    return [tuple(compared.weight_comparison.differing) for compared in check_weights(passes)]
+    return [tuple(compared.weight_comparison.differing) for compared in merge_weight_samples(passes)]
 
 
 def test_weights_that_move_between_passes_of_one_step_count_are_each_passs_own() -> None:
