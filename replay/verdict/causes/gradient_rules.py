@@ -260,7 +260,8 @@ def find_changed_gradients(evidence: CauseEvidence) -> Cause | None:
     # What the recording states of the model may explain it better, or another rule.
     stated = [difference for difference in evidence.settings.model_differences if difference.kind in GRADIENT_KINDS]
     others = (find_redrawn_masks, find_gradient_without_router_loss)
-    may_be_other = bool(stated) or any(find(evidence) is not None for find in others)
+    explains_more = any(not wrong.is_confined_to(difference.where) for difference in stated)
+    may_be_other = explains_more or any(find(evidence) is not None for find in others)
     ordered = sorted(off, key=lambda parameter: parameter.difference or 0.0, reverse=True)
     what = name_parameters([parameter.name for parameter in ordered], list(wrong.gradient.parameters))
     return Cause(

@@ -20,6 +20,7 @@ from replay.tolerances.job_bounds import (
 )
 from replay.verdict.causes.cause import Cause, CauseName, Sureness
 from replay.verdict.causes.evidence import CauseEvidence, CauseRule, name_time
+from replay.verdict.causes.wrong_gradient import find_wrong_gradient
 from replay.verdict.dropout_masks import JOB_IN_EVAL_MODE, MASKS
 from replay.verdict.findings import FindingStatus
 from replay.verdict.model_facts import BUFFER_DTYPE, OTHER_TEXT, ModelDifference, ModelDifferenceKind
@@ -157,6 +158,13 @@ def find_model_difference(evidence: CauseEvidence) -> Cause | None:
     is_forward = evidence.is_forward_wrong
     is_loss_alone = is_forward and wrong_names == {LOSS} and _were_tokens_judged(evidence)
     kinds: Sequence[Kind] = LOSS_KINDS if is_loss_alone else FORWARD_KINDS if is_forward else STATED_GRADIENT_KINDS
+    if (wrong := find_wrong_gradient(evidence)) is not None:
+        # The rule of changed gradients names such a setting beside the parameter whose gradient it changes.
+        differences = [
+            difference
+            for difference in differences
+            if difference.kind not in OTHER_FORWARD_KINDS or not wrong.is_confined_to(difference.where)
+        ]
     if is_forward and _has_stepped_before(evidence):
         # A parameter that is frozen stays behind, so the forward after a step is another one.
         kinds = (Kind.FROZEN, *kinds)

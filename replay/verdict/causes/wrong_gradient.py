@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from capture.file_format.name_patterns import PatternTable
 from replay.output.text import name_some, pluralise
 from replay.tolerances.difference import is_coarse
 from replay.tolerances.job_bounds import GRADIENT_QUANTITIES, STEPPED, compute_norm_bound
@@ -49,6 +50,15 @@ class WrongGradient:
         """List the parameters whose gradient is another one, while others have the replay's; none if no others have."""
         off = [parameter for parameter in self.gradient.parameters.values() if not self.is_same(parameter)]
         return off if len(off) < len(self.gradient.parameters) else []
+
+    def is_confined_to(self, modules: str) -> bool:
+        """Tell whether parameters of these modules alone, by a pattern, are off: no other forward of theirs does that.
+
+        What a module computes otherwise changes the gradients of the layers around it as well.
+        """
+        table = PatternTable({modules: True})
+        off = self.list_off()
+        return bool(off) and all(table.find(parameter.name.rpartition(".")[0]) is not None for parameter in off)
 
     def is_sure(self, parameters: Iterable[ComparedGradient], factor: float = 1.0, *, is_off: bool) -> bool:
         """Tell whether these are surely off `factor` times the replay's gradient, or surely are that, each by itself.

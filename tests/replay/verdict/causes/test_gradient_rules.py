@@ -120,6 +120,22 @@ def test_changed_gradients_lead_to_what_the_recording_states() -> None:
     assert "own.py:fused_gate" in cause.try_next
 
 
+@pytest.mark.parametrize(("where", "is_its_own"), [("model.embed_tokens", True), ("model.layers.1.mlp.up_proj", False)])
+def test_a_setting_of_the_only_module_whose_gradient_is_another_one_is_no_other_model(
+    where: str, is_its_own: bool
+) -> None:
+    """As `scale_grad_by_freq` of an embedding: another forward would change the gradients around it too."""
+    stated = ModelDifference(
+        kind=ModelDifferenceKind.ATTRIBUTE, where=where, key="scale_grad_by_freq", job="True", replay="False"
+    )
+    name = "model.embed_tokens.weight"
+    evidence = make_gradient_evidence(make_window([{**SOUND, name: OTHER[name]}], SOUND))
+    first = find_causes(replace(evidence, settings=replace(evidence.settings, model_differences=[stated])))[0]
+    assert (first.name is CauseName.GRADIENTS_CHANGED) is is_its_own
+    assert (first.sureness is Sureness.IS) is is_its_own
+    assert "scale_grad_by_freq" in f"{first.sentence} {first.try_next}"
+
+
 def test_a_sound_gradient_has_no_cause() -> None:
     causes = find_causes(make_gradient_evidence(make_window([SOUND], SOUND)))
     # Though the evidence says that its norm differs, nothing is known about why.
