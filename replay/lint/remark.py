@@ -47,6 +47,7 @@ class LintSubject:
     eos_token_ids       ids that end a text
     vocabulary          number of ids that the model knows; None: not known
     dropout             settings of the model that make dropout
+    parameter_names     of the job's model, in the order in which a step numbers them; empty: not recorded
     frozen              names of the parameters that the job did not train
     counts_padding      the model, given no position ids, counts the padding of rows padded on the left
     has_router_loss     the model adds a loss of its routers, over all tokens that no mask hides
@@ -64,6 +65,7 @@ class LintSubject:
     eos_token_ids: frozenset[int] = frozenset()
     vocabulary: int | None = None
     dropout: Sequence[str] = ()
+    parameter_names: Sequence[str] = ()
     frozen: Sequence[str] = ()
     counts_padding: bool = False
     has_router_loss: bool = False

@@ -9,7 +9,7 @@ import torch
 from actor_init.declarations.optimizers import read_job_group, recognise_group
 from actor_init.option_values import OptimizerName
 from capture.file_format.name_patterns import format_patterns
-from capture.file_format.optimizer_step import OptimizerStep
+from capture.file_format.optimizer_step import OptimizerStep, parse_numbers
 from replay.lint.remark import LintRemark, LintSubject, Weight
 from replay.output.text import name_some, pluralise
 from replay.tolerances.difference import relative_difference
@@ -419,16 +419,30 @@ def _check_frozen_layers(subject: LintSubject) -> Iterator[LintRemark]:
 
 
 def _list_decay(subject: LintSubject) -> Iterator[LintRemark]:
-    """Say so where norms and biases decay like other weights: a list of names without decay may have missed them."""
+    """Say so where norms and biases decay like other weights, or alone: a rule for names may have missed them."""
     groups = [group for step in _list_steps(subject) for group in step.settings]
     decays = {group.get("weight_decay") for group in groups}
-    # Who leaves AdamW's decay as it is has no opinion on which parameters it is for.
-    if len(decays) != 1 or not (decay := decays.pop()) or decay == _ADAMW_DECAY:
+    is_vector = {sample.name: len(sample.shape) == 1 for recorded in subject.trained for sample in recorded.samples}
+    if len(decays) > 1:
+        decaying = {
+            subject.parameter_names[number]
+            for group in groups
+            if group.get("weight_decay")
+            for number in parse_numbers(group.get("parameters", ""))
+            if number < len(subject.parameter_names)
+        }
+        known = decaying & is_vector.keys()
+        if known and all(is_vector[name] for name in known) and not all(is_vector.values()):
+            patterns = name_some(format_patterns(sorted(known), _list_names(subject)), _MAX_NAMED)
+            text = f"weight decay acts on norms or biases alone ({patterns}) and on no matrix: are the groups swapped?"
+            yield LintRemark(topic="decay", text=text, weight=Weight.SETTING)
         return
-    vectors = [sample.name for recorded in subject.trained for sample in recorded.samples if len(sample.shape) == 1]
-    if vectors:
-        patterns = format_patterns(dict.fromkeys(vectors), _list_names(subject))
-        text = f"weight decay {decay:g} acts on all parameters, on {name_some(patterns, _MAX_NAMED)}, too"
+    decay = decays.pop() if decays else None
+    # Who leaves AdamW's decay as it is has no opinion on which parameters it is for.
+    if decay and decay != _ADAMW_DECAY and any(is_vector.values()):
+        vectors = [name for name in is_vector if is_vector[name]]
+        patterns = name_some(format_patterns(vectors, _list_names(subject)), _MAX_NAMED)
+        text = f"weight decay {decay:g} acts on all parameters, on {patterns}, too"
         yield LintRemark(topic="decay", text=text, weight=Weight.SETTING)
 
 

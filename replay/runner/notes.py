@@ -7,7 +7,7 @@ from pathlib import Path
 from actor_init.model import ModelSource, list_broken_ties, strip_config
 from actor_init.model_positions import counts_padding
 from capture.facts import Setting
-from capture.file_format.actor_config import read_actor_config, read_adapter_configs
+from capture.file_format.actor_config import read_actor_config, read_adapter_configs, read_parameter_names
 from capture.file_format.end_record import EndRecord, read_end_records
 from capture.file_format.micro_batch import CaptureError
 from capture.file_format.optimizer_step import OptimizerStep
@@ -57,9 +57,10 @@ def list_notes(
     folder = find_inputs_folder(inputs)
     try:
         job_config, adapters = read_actor_config(folder), read_adapter_configs(folder)
+        parameter_names: Sequence[str] = read_parameter_names(folder)
     except CaptureError:
         # The ids of padding are the model's then, and `replay inspect` names the file.
-        job_config, adapters = None, {}
+        job_config, adapters, parameter_names = None, {}, ()
     config = job_config or strip_config(source.config)
     special_tokens = SpecialTokens.from_config(config)
     recorded_passes = keep_one_of_each([recorded for _, recorded, _ in passes if recorded is not None])
@@ -73,6 +74,7 @@ def list_notes(
         eos_token_ids=special_tokens.eos_token_ids,
         vocabulary=source.config.get_text_config().vocab_size,
         dropout=settings.dropout,
+        parameter_names=parameter_names,
         frozen=sorted(source.frozen),
         counts_padding=leaves_positions_to_model(recorded_passes) and counts_padding(source.config),
         has_router_loss=has_router_loss(config),

@@ -6,7 +6,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from actor_init.dropout_settings import find_acting_dropouts
-from capture.file_format.actor_config import read_actor_config, read_adapter_configs, read_frozen_names
+from capture.file_format.actor_config import (
+    read_actor_config,
+    read_adapter_configs,
+    read_frozen_names,
+    read_parameter_names,
+)
 from capture.file_format.end_record import read_end_records
 from capture.file_format.folder_layout import parse_rank
 from capture.file_format.folder_recordings import FolderRecording
@@ -51,10 +56,11 @@ def lint_recording(
     try:
         config = read_actor_config(folder) or {}
         frozen, adapters = read_frozen_names(folder), read_adapter_configs(folder)
+        parameter_names = read_parameter_names(folder)
         ends = [end for end in read_end_records(folder) if end.recording in ids]
     except CaptureError:
         # The inspection names the file that cannot be read.
-        config, frozen, adapters, ends = {}, [], {}, []
+        config, frozen, adapters, parameter_names, ends = {}, [], {}, [], []
     special_tokens = SpecialTokens.from_config(config)
     # What cannot be read the inspection names.
     read = (read_unreplayed_pass(capture, special_tokens) for capture in captures)
@@ -69,6 +75,7 @@ def lint_recording(
         eos_token_ids=special_tokens.eos_token_ids,
         vocabulary=read_vocab_size(config),
         dropout=find_acting_dropouts(config) if does_matter and config else (),
+        parameter_names=parameter_names,
         frozen=frozen,
         counts_padding=_counts_padding(passes, config),
         has_router_loss=has_router_loss(config),

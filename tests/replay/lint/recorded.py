@@ -32,8 +32,10 @@ def make_rows(lengths: Sequence[int], *, seed: int = 0, left: bool = False) -> d
     return {"input_ids": ids_BS, "attention_mask": mask_BS, "labels": labels_BS}
 
 
-def make_sample(name: str = "layers.0.weight", value: float = 1.0, dtype: str = "float32") -> Sample:
-    return Sample(name=name, dtype=dtype, shape=(8,), start=0, values=(value,))
+def make_sample(
+    name: str = "layers.0.weight", value: float = 1.0, dtype: str = "float32", shape: tuple[int, ...] = (8,)
+) -> Sample:
+    return Sample(name=name, dtype=dtype, shape=shape, start=0, values=(value,))
 
 
 def make_step(number: int = 0, **values: Any) -> OptimizerStep:

@@ -231,6 +231,22 @@ def test_a_decay_of_norms_is_a_fact(decays: tuple[float, ...], says: bool) -> No
     assert found == (["decay: weight decay 0.1 acts on all parameters, on norm.weight, too"] if says else [])
 
 
+@pytest.mark.parametrize(("decaying", "says"), [("1", True), ("0", False), ("0-1", False)])
+def test_a_decay_of_norms_alone_is_a_note(decaying: str, says: bool) -> None:
+    """As where the test for the group without decay is negated."""
+    rest = {"0": "1", "1": "0", "0-1": ""}[decaying]
+    settings = (
+        {"lr": 1.0, "weight_decay": 0.1, "num_parameters": 1, "parameters": decaying},
+        {"lr": 1.0, "weight_decay": 0.0, "num_parameters": 1, "parameters": rest},
+    )
+    weights = make_samples(make_sample("up.weight", shape=(4, 4)), make_sample("norm.weight"))
+    passes = make_passes(step=make_step(settings=settings), weights=weights)
+    text = "decay: weight decay acts on norms or biases alone (norm.weight) and on no matrix: are the groups swapped?"
+    assert (text in say(passes, parameter_names=["up.weight", "norm.weight"])) is says
+    # Without the names of what a group's numbers stand for nothing is known.
+    assert text not in say(passes)
+
+
 @pytest.mark.parametrize(("decay", "weights"), [(0.1, [Weight.SETTING]), (0.01, [])])
 def test_a_decay_that_was_chosen_is_worth_a_note(decay: float, weights: list[Weight]) -> None:
     step = make_step(settings=({"lr": 1.0, "weight_decay": decay, "num_parameters": 1},))
