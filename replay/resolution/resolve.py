@@ -94,7 +94,7 @@ def resolve(
     3. whether and how the optimizer steps
     4. the attention kernel and the layout of rows: the job's kernel, unless a probe of the model finds it wrong
     5. how log-probs come from the head
-    6. the name that transformers has for that attention kernel
+    6. the attention kernel where it is still `auto`; each rank checks it and takes transformers' name for it
     7. the settings that are left and have a default: those of the backend, the optimizer, the inputs and the objective
 
     Each choice is listed with who made it and why. Variables that begin with `actor` are an ActorSpec, the options of
@@ -220,11 +220,12 @@ def _choose_kernel_and_layout(
         trains=spec.inputs.passes is not Passes.ROLLOUT,
     )
     # In a left-padded row the last padding token predicts the label of the row's first token, and a model's own loss
-    # counts that. Joined rows have no padding, so such rows stay padded, and the user is told why.
+    # counts that. Joined rows have no padding, so `choose_from_job` has left such rows padded, and the layout gets the
+    # reason, `why_unusual`, for the user.
     # A ring's rows are always packed, so nothing is changed for them: `prepare_actor_inputs` refuses a micro-batch with
     # padding between tokens.
-    must_stay_padded = selection.padding_predicts_label and not is_packing_typed and not layout.packs
-    if must_stay_padded and not layout.why_unusual:
+    are_padded_for_labels = selection.padding_predicts_label and not is_packing_typed and not layout.packs
+    if are_padded_for_labels and not layout.why_unusual:
         layout = replace(layout, why_unusual=PADDING_PREDICTS_LABEL)
     return _KernelAndLayout(
         actor_before_probe=actor_before_probe,

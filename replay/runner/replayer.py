@@ -281,6 +281,7 @@ class Replayer:
             self.tracker.set_shapes(batch.num_rows, batch.num_padded_tokens, batch.num_real_tokens)
             batch = select_loss_tokens(self.spec.measure.loss, add_model_positions(batch, self.model_source.config))
             record, replayed_pass = self._run_micro_batch(record, captured_call, batch, extra_observers)
+            # Adds how many random numbers job and replay drew, in the first pass where that differs.
             recorded_pass, replayed_pass = self._random_draw_counter.add_counts(
                 recorded_pass, replayed_pass, captured_call.random
             )
@@ -366,6 +367,8 @@ class Replayer:
         cost = self.step_follower.subtract_optimizer_state_bytes(outcome.cost)
         self.step_follower.count_step(inputs, self.reopenable_actor.backend)
 
+        # What each log-prob weighs in the loss (minus the loss's derivative by it) bounds how far rounding moves a
+        # loss.
         log_prob_weight_meter, gradient_sampler = run_observers.log_prob_weight_meter, run_observers.gradient
         at_recorded_positions, all_action_log_probs = self._collect_log_probs(outcome, inputs, captured_call, batch)
         replayed_pass = ReplayedPass(
@@ -492,12 +495,17 @@ class Replayer:
         return objective_data
 
     def _choose_loss_weight(self, index: int, objective_data: ObjectiveData | None) -> float:
-        """Return the factor on the loss of a pass, before the backend divides it by window passes x data ranks."""
+        """Return the factor on the loss of a pass.
+
+        After that the gradient is divided by the window's passes (by the backend, and `window_factor`) and averaged
+        over the data ranks.
+        """
         num_window_passes = self.window.size * self.world.num_data_ranks
         if objective_data is not None:
             assert self._objective is not None
-            # The backend's division is right for a mean loss. A loss that is normalised over the whole window is summed
-            # over its passes, and the job's DDP divided it by the number of ranks only.
+            # Both divisions are right for a mean loss. A loss that is normalised over the whole window is summed over
+            # its passes, and the job's DDP divided it by the number of the job's ranks alone. So the factor undoes the
+            # two divisions here, and divides by the job's ranks.
             return num_window_passes / objective_data.num_job_ranks if self._objective.sums_over_window else 1.0
         # The value of --window: what each pass weighs in the gradient of its window.
         window_weights = self.spec.measure.window

@@ -129,8 +129,9 @@ class PassOutcome:
     router_loss   the routers' part of `loss`; None: it has none
     router_loss_factor  what the routers' loss is multiplied by in the loss that the job gave to `recorder.note`.
                   0: the job left it out
-                  1: it was added after the pass's loss had been weighted
-                  `LogProbWeights.total` of the pass's loss: it was added before, and weighted with it
+                  1: the loop divided the pass's loss by the number of passes of a step, and then added it
+                  another number: the loop added it first and then divided the sum. It is the share that was left of
+                  both, `LogProbWeights.total`, to which the loss's weights of its log-probs add up
                   nan: the job's loss does not tell
                   None: the job gave no loss, or the model has no routers' loss
     """

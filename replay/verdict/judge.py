@@ -11,7 +11,7 @@ judged. A number has a status, and a pass or a run has an outcome. Each number t
 the gradient of an optimizer step, is compared with the replay's number. By its status it agrees within its bound, or
 differs, or is unsettled or not judged, and then the verdict says why. The outcome is DIFFERS only where nothing else
 explains the difference: the weights are known to be the job's, and both computed the same quantity. Where there is a
-doubt, the outcome is UNSETTLED or CANNOT TELL.
+doubt, it is UNSETTLED or CANNOT TELL (`Outcome` says when).
 
 `floors` are how far apart two replays are that differ in rounding alone; a step floor is for passes after a step.
 """
@@ -119,9 +119,11 @@ class JudgedRun:
             return self.verdict
         evidence = replace(self.evidence, trials=trials, single_pass_gradients=single_pass_gradients)
         causes = find_causes(evidence)
-        unexplained, may_follow_from_causes = split_unexplained(evidence, causes)
+        # Names of findings that no cause explains, and apart from them those of later passes alone, where they may
+        # follow from a wrong step that a cause explains.
+        unexplained_names, names_that_may_follow = split_unexplained(evidence, causes)
         return replace(
-            self.verdict, causes=causes, unexplained=unexplained, may_follow=may_follow_from_causes, trials=trials
+            self.verdict, causes=causes, unexplained=unexplained_names, may_follow=names_that_may_follow, trials=trials
         )
 
 
@@ -152,8 +154,8 @@ def judge_without_causes(passes: Sequence[PassEvidence], settings: VerdictSettin
        REPRODUCED if any is reproduced, else CANNOT TELL.
     """
     indexed_passes = [(record.index, recorded) for record, recorded, _ in passes if recorded is not None]
-    # If DDP did not reduce the gradients of the last pass before a step (`no_sync` left on), that counts as a model
-    # difference.
+    # If DDP did not reduce the gradients of the last pass before a step (`no_sync` left on), that is listed with what
+    # the job's model is known to have other than the replay's: a cause may name it.
     unreduced_steps = find_unreduced_step_differences([recorded for _, recorded in indexed_passes])
     model_differences = [*settings.model_differences, *unreduced_steps]
     # An optimizer without fp32 weights rounds each weight that it writes, so after its step the weights of job and

@@ -25,7 +25,8 @@ NOT_REPLAYED = "what was recorded was not replayed"
 class Outcome(StrEnum):
     """The outcomes of a pass, of a window's gradient, and of a run.
 
-    UNSETTLED  a number differs, and nothing tells whether the replay or something else is the cause
+    UNSETTLED    a number differs, and nothing tells whether the replay or something else is the cause
+    CANNOT TELL  numbers cannot be compared: other weights, other dropout masks, a failed pass, or nothing recorded
     """
 
     REPRODUCED = "REPRODUCED"
