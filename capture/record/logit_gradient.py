@@ -18,6 +18,9 @@ from capture.file_format.micro_batch import IGNORED_LABEL, LOSS_GRADIENTS, LOSS_
 from capture.record.optimizer_hooks import find_loss_scale
 from capture.record.rng_and_outputs import find_sampled_positions
 
+# Rounding leaves entries of one size so far apart.
+SAME_SIZE = 0.99
+
 
 def watch_logits(
     logits_BSV: Tensor,
@@ -63,8 +66,8 @@ def watch_logits(
 def compute_targets(gradient_BSV: Tensor, ids_BS: Tensor) -> dict[str, Tensor]:
     """Return LOSS_TARGETS and LOSS_GRADIENTS of the gradient of a pass's logits.
 
-    Where two entries are of one size, the row's own next token is the target. No tensor of the gradient's size is made,
-    and nothing waits for the device.
+    Where two entries are nearly of one size, the row's own next token is the target. No tensor of the gradient's
+    size is made, and nothing waits for the device.
     """
     least_BS, least_id_BS = gradient_BSV.min(dim=-1)
     most_BS, most_id_BS = gradient_BSV.max(dim=-1)
@@ -73,7 +76,9 @@ def compute_targets(gradient_BSV: Tensor, ids_BS: Tensor) -> dict[str, Tensor]:
     value_BS = torch.where(is_positive_BS, most_BS, least_BS)
     next_BS = ids_BS.roll(-1, dims=1).long().clamp(0, gradient_BSV.shape[-1] - 1)
     of_next_BS = gradient_BSV.gather(-1, next_BS[..., None])[..., 0]
+    # A likely token that is not the target has a gradient of the other sign, which is smaller.
     is_next_BS = (of_next_BS == least_BS) | (of_next_BS == most_BS)
+    is_next_BS &= of_next_BS.abs() >= SAME_SIZE * value_BS.abs()
     target_BS = torch.where(is_next_BS, next_BS, target_BS)
     value_BS = torch.where(is_next_BS, of_next_BS, value_BS)
     return {

@@ -11,14 +11,15 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from actor_init.spec import Compile, Dtype
 from capture.file_format.actor_config import read_actor_config
 from capture.file_format.capture_file import CapturedCall, read_call
-from capture.file_format.micro_batch import MicroBatch
+from capture.file_format.micro_batch import IGNORED_LABEL, LOSS_GRADIENTS, LOSS_TARGETS, MicroBatch
 from capture.file_format.tensor_codec import RandomStates
-from replay.objective.objective import select_loss_tokens
+from replay.objective.objective import is_of_log_probs, select_loss_tokens
 from replay.options.option_parsing import describe_error
 from replay.options.resolved import ResolvedReplay
 from replay.options.spec import is_objective
@@ -36,8 +37,10 @@ from replay.runner.trial_feeds import (
 )
 from replay.runner.trial_findings import TrialEvaluator
 from replay.runner.trial_forward import TrialActor, make_trial_spec
-from replay.runner.trial_losses import LogitStatistics, LossTables, TargetRows, list_loss_trials
+from replay.runner.trial_logits import MAX_POSITIONS, TargetLogits, are_rounded, match_logit_trials
+from replay.runner.trial_losses import MEND_LOSS, LogitStatistics, LossTables, TargetRows, list_loss_trials
 from replay.runner.trial_ranks import OwnTrial, TrialForward, TrialVariant, join_ranks
+from replay.tolerances.difference import is_coarse
 from replay.tolerances.job_bounds import LOSS
 from replay.verdict.causes.cause import CauseName
 from replay.verdict.causes.trial import (
@@ -50,7 +53,7 @@ from replay.verdict.causes.trial import (
     needs_confirmation,
 )
 from replay.verdict.causes.trial_rules import LIKELY_GAIN
-from replay.verdict.findings import Finding, VerdictSettings, compare_pass
+from replay.verdict.findings import Finding, VerdictSettings, compare_pass, list_dtypes
 from replay.verdict.judge import PassEvidence
 from replay.verdict.model_facts import ModelDifferenceKind
 
@@ -188,6 +191,9 @@ class PassTrials:
         if self._has_other_numbers(unchanged_BA, self.own_pass):
             return self._try_kernel(spec, unchanged_BA)
         self.unchanged = self.evaluator.find(unchanged_BA)
+        of_logits = self._try_logits(actor)
+        if any(result.agrees for result in of_logits):
+            return of_logits
         if is_objective(self.repeater.spec.measure.loss) and not any(self._gather(self._is_wrong)):
             self.not_run.append("of the losses of an objective none is known that a job may have taken for it")
             return []
@@ -231,6 +237,75 @@ class PassTrials:
         return any(self._gather(self.evaluator.has_other_numbers(log_probs_BA, other)))
 
     # Losses
+
+    def _try_logits(self, actor: TrialActor) -> list[TrialResult]:
+        """Hold the gradient that the job's logits had against those of other losses. All ranks must call this."""
+        targets = self._select_targets()
+        if not any(self._gather(targets is not None)):
+            return []
+        # A rank without such a loss runs the same forward.
+        place_N = torch.zeros(1, dtype=torch.long) if targets is None else targets[0]
+        target_N = self.rows.ids_BS.flatten()[place_N] if targets is None else targets[1]
+        logits_NV: Tensor | None = None
+        error: Exception | None = None
+        try:
+            logits_NV = actor.read_logits(place_N, target_N)
+        except Exception as reason:
+            error = reason
+        if any(self._gather(error is not None)):
+            why = "they failed on another rank" if error is None else describe_error(error)
+            self.not_run.append(f"losses of whole logits: {why}")
+            return []
+        own: dict[str, OwnTrial] = {}
+        if targets is not None and logits_NV is not None:
+            own = self._match_logits(TargetLogits(logits_NV=logits_NV, target_N=target_N, gradient_N=targets[2]))
+        return self._join(own, is_wrong=targets is not None)
+
+    def _match_logits(self, logits: TargetLogits) -> dict[str, OwnTrial]:
+        recorded = self.own_pass.recorded
+        is_rounded = recorded is not None and is_coarse(list_dtypes(recorded, self.settings))
+        positions = pluralise(len(logits.target_N), "position")
+        own = {
+            trial.name: OwnTrial(
+                match=match,
+                cause=CauseName.OBJECTIVE,
+                says=f"the job's loss {trial.says}: that has the gradient of the job's logits at {positions}, to "
+                f"{trial.residual:.1g}",
+                try_next=MEND_LOSS,
+                is_of_gradient=True,
+            )
+            for trial, match in match_logit_trials(logits, is_coarse=is_rounded)
+        }
+        if not own and not is_rounded and are_rounded(logits.gradient_N):
+            own["loss in bf16"] = OwnTrial(
+                match=TrialMatch(agrees=True, gain=LIKELY_GAIN, num_values=len(logits.target_N)),
+                cause=CauseName.DTYPE,
+                says=f"the job's loss computes in bf16: the gradient of its logits at {positions} is of that dtype",
+                try_next="look for what casts the logits in the job, or let its loss compute in fp32",
+                is_of_gradient=True,
+            )
+        return own
+
+    def _select_targets(self) -> tuple[Tensor, Tensor, Tensor] | None:
+        """Select places in the flattened rows, their targets' ids and the gradients of these; None where log-probs do.
+
+        A policy's tokens have weights of their own, which these losses do not have.
+        """
+        notes = self.call.notes
+        target_BS, gradient_BS = notes.get(LOSS_TARGETS), notes.get(LOSS_GRADIENTS)
+        recorded = self.own_pass.recorded
+        dtypes = [] if recorded is None else list_dtypes(recorded, self.settings)
+        if target_BS is None or gradient_BS is None or is_of_log_probs(self.call, dtypes):
+            return None
+        if is_objective(self.repeater.spec.measure.loss):
+            return None
+        place_N = (target_BS.flatten() != IGNORED_LABEL).nonzero()[:, 0]
+        gradient_N = gradient_BS.flatten()[place_N].double()
+        if not len(place_N) or not bool(gradient_N.isfinite().all()):
+            return None
+        chosen_N = torch.linspace(0, len(place_N) - 1, min(len(place_N), MAX_POSITIONS)).long()
+        place_N = place_N[chosen_N]
+        return place_N, target_BS.flatten()[place_N].long(), gradient_N[chosen_N]
 
     def _try_losses(self, actor: TrialActor, log_probs_BA: Tensor) -> list[TrialResult]:
         """Try other losses of the same log-probs. All ranks must call this."""
@@ -474,5 +549,6 @@ class PassTrials:
     def _gather(self, value: Any) -> list[Any]:
         return self.repeater.world.gather(value)
 
-    def _join(self, own: Mapping[str, OwnTrial]) -> list[TrialResult]:
-        return join_ranks(own, self.repeater.world, is_wrong=self._is_wrong)
+    def _join(self, own: Mapping[str, OwnTrial], *, is_wrong: bool | None = None) -> list[TrialResult]:
+        is_wrong = self._is_wrong if is_wrong is None else is_wrong
+        return join_ranks(own, self.repeater.world, is_wrong=is_wrong)

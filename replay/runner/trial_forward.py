@@ -158,6 +158,21 @@ class TrialActor:
         self._run(feed, None, prepared.predictor_N, prepared.target_ids_N, kept_logits, measure)
         return measured[0]
 
+    def read_logits(self, predictor_N: Tensor, target_N: Tensor) -> Tensor:
+        """Return the logits [N, V] of the unchanged pass that predict some targets, in double precision on the host.
+
+        All ranks must call this.
+        """
+        kept_logits = KeptLogits()
+        read: list[Tensor] = []
+
+        def keep(log_probs_1N: Tensor) -> Tensor:
+            read.append(kept_logits.select_actions()[0].double().cpu())
+            return log_probs_1N.sum()
+
+        self._run(feed_as_captured(self.rows), None, predictor_N, target_N, kept_logits, keep)
+        return read[0]
+
     def place(self, log_probs_N: Tensor) -> Tensor:
         """Return the replay's log-probs [B, A] with these values."""
         prepared = self.rows.prepared

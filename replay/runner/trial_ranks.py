@@ -54,6 +54,7 @@ class OwnTrial:
     says: str
     try_next: str
     is_stated: bool = False
+    is_of_gradient: bool = False
 
 
 def join_ranks(own: Mapping[str, OwnTrial], world: World, *, is_wrong: bool) -> list[TrialResult]:
@@ -84,6 +85,7 @@ def join_ranks(own: Mapping[str, OwnTrial], world: World, *, is_wrong: bool) -> 
                 gain=joined.gain,
                 num_values=joined.num_values,
                 is_stated=first.is_stated,
+                is_of_gradient=first.is_of_gradient,
             )
         )
     return results

@@ -17,9 +17,11 @@ from replay.verdict.causes.trial import (
     TrialReport,
 )
 from replay.verdict.findings import VerdictSettings
+from replay.verdict.gradient_findings import UNKNOWN_OBJECTIVE
 from replay.verdict.judge import PassEvidence
 from replay.verdict.outcomes import Outcome, Verdict
 
+_WRONG = (Outcome.DIFFERS, Outcome.UNSETTLED)
 # Further passes that decide where one loss may agree by chance.
 MAX_CONFIRMING = 3
 
@@ -42,6 +44,14 @@ def find_pass_to_try(verdict: Verdict, passes: Sequence[PassEvidence], *, steps:
         return None
     has_stepped = any(record.index < first.index and record.result.grad_norm is not None for record, _, _ in passes)
     return None if steps and has_stepped else first.index
+
+
+def find_pass_of_unknown_loss(verdict: Verdict) -> int | None:
+    """Find a pass of the first step, if its gradient is the first unsettled number: of a loss not known here."""
+    wrong = next((judged for judged in [*verdict.passes, *verdict.windows] if judged.outcome in _WRONG), None)
+    if wrong is None or wrong is not next(iter(verdict.windows), None):
+        return None
+    return wrong.index if any(finding.doubt == UNKNOWN_OBJECTIVE for finding in wrong.findings) else None
 
 
 def may_have_other_weights(passes: Sequence[PassEvidence], index: int) -> bool:
@@ -85,6 +95,8 @@ def run_trials(
     All ranks must call this. On several ranks it raises what opening an actor raises.
     """
     index = find_pass_to_try(verdict, passes, steps=repeater.spec.measure.steps)
+    if index is None:
+        index = find_pass_of_unknown_loss(verdict)
     if index is None or may_have_other_weights(passes, index):
         return None
     own_passes = {replayed.record.index: replayed for replayed in passes if replayed.record.rank == repeater.world.rank}

@@ -22,7 +22,7 @@ from replay.verdict.causes.factors import (
     find_uniform_factor,
     may_come_of_reduction,
 )
-from replay.verdict.causes.model_rules import GRADIENT_KINDS, describe_model_difference
+from replay.verdict.causes.model_rules import GRADIENT_KINDS, OTHER_FORWARD_KINDS, describe_model_difference
 from replay.verdict.causes.route_rules import find_gradient_without_router_loss
 from replay.verdict.causes.wrong_gradient import (
     GRADIENT_FINDINGS,
@@ -213,9 +213,11 @@ def find_scaled_gradients(evidence: CauseEvidence) -> Cause | None:
     if not all(math.isclose(factor, known[0], rel_tol=4 * SAME_RATIO[wrong.is_coarse]) for factor in known):
         return None
     names = [parameter.name for parameter in off]
+    # A stated value of the forward, as a cap of attention's scores, may change some gradients by one factor nearly.
+    is_other_forward = any(difference.kind in OTHER_FORWARD_KINDS for difference in evidence.settings.model_differences)
     return Cause(
         name=CauseName.GRADIENTS_SCALED,
-        sureness=Sureness.IS if wrong.is_sure(off, is_off=True) else Sureness.PROBABLY,
+        sureness=Sureness.IS if wrong.is_sure(off, is_off=True) and not is_other_forward else Sureness.PROBABLY,
         sentence=f"the gradient of {name_parameters(names, list(parameters))} is {known[0]:.4g} times that of the "
         f"loss, {name_time(wrong.verdict)}; the others are the loss's",
         try_next="look for what multiplies these gradients: a hook on these parameters or on their module",

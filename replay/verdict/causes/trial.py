@@ -36,6 +36,7 @@ class TrialResult:
     gain        how many times nearer to the job the farthest number is than without it; 0 where it does not agree
     num_values  how many of the job's numbers it puts right
     is_stated   the recording states the change itself: it is no guess
+    is_of_gradient  it was held against the gradient of the job's logits
     """
 
     name: str
@@ -46,6 +47,7 @@ class TrialResult:
     gain: AnyFloat = 0.0
     num_values: int = 0
     is_stated: bool = False
+    is_of_gradient: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -39,7 +39,9 @@ def find_by_trial(name: CauseName, evidence: CauseEvidence) -> Cause | None:
     """Name the cause `name` if a trial of it gives the job's numbers."""
     agreeing = select_agreeing(evidence.trials)
     own = [result for result in agreeing if result.cause is name]
-    if not own or evidence.trials is None or not evidence.is_forward_wrong:
+    if not own or evidence.trials is None:
+        return None
+    if not (evidence.is_forward_wrong or own[0].is_of_gradient):
         return None
     best = max(own, key=lambda result: result.gain)
     others = "".join(f"; or {result.says}, which gives the same numbers" for result in agreeing if result is not best)

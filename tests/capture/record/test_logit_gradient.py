@@ -48,6 +48,14 @@ def test_the_targets_and_weights_are_those_of_the_loss(shift: int) -> None:
     torch.testing.assert_close(found[LOSS_GRADIENTS] / (chance_BS - 1), weight_BS)
 
 
+def test_a_next_token_that_is_the_likeliest_is_not_the_target_of_labels_that_are_shifted_twice() -> None:
+    ids_BS, weight_BS, logits_BSV = make_case()
+    logits_BSV.scatter_(-1, ids_BS.roll(-1, 1)[..., None], 4.0)
+    target_BS = (ids_BS.roll(-1, 1) + 1) % VOCABULARY
+    found = compute_targets(differentiate(weight_BS, target_BS, logits_BSV), ids_BS)
+    assert torch.equal(found[LOSS_TARGETS].long(), torch.where(weight_BS == 0, -100, target_BS))
+
+
 def test_a_target_is_told_from_the_only_other_likely_token() -> None:
     """Two likely tokens have gradients of one size: the row's own next token is the target."""
     ids_BS = torch.tensor([[3, 5, 7]])

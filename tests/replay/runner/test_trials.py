@@ -108,6 +108,25 @@ def test_the_trial_that_gives_the_jobs_numbers_is_the_cause(
     assert f"also ran   {ran}" in capsys.readouterr().out
 
 
+def test_a_loss_of_the_loops_own_is_known_by_the_gradient_of_its_logits(tmp_path: Path, one_world: None) -> None:
+    """Nobody noted it, so that no loss is there to be compared."""
+    model: Any = make_model(tmp_path, saves=False).train()
+    model.save_pretrained(tmp_path / "model")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with recording(model, tmp_path / "captures", reproduce=True):
+        for batch in make_batches(2):
+            labels_BS = batch.pop("labels")
+            logits_NV = model(**batch).logits[:, :-1].flatten(0, 1)
+            torch.nn.functional.cross_entropy(logits_NV / 0.8, labels_BS[:, 1:].flatten()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    verdict = replay(tmp_path, tmp_path / "logs", "--loss", "stand-in")
+
+    assert (verdict["causes"][0]["name"], verdict["causes"][0]["sureness"]) == (CauseName.OBJECTIVE, "is")
+    assert "divided by 0.8, a temperature" in verdict["causes"][0]["sentence"]
+
+
 def test_where_a_loss_may_agree_by_chance_further_passes_decide(tmp_path: Path, one_world: None) -> None:
     """In bf16 several losses are within the bound of one pass's loss."""
     job = train(tmp_path, faults.labels_of_prompts_too, torch.bfloat16, 4)

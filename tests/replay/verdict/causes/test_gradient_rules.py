@@ -243,3 +243,19 @@ def test_a_buffer_of_other_values_probably_changes_a_gradient_that_shows_more_th
     cause = find_causes(replace(evidence, settings=settings))[0]
     assert (cause.name, cause.sureness) == (CauseName.POSITIONS, Sureness.PROBABLY)
     assert "model.rotary_emb.inv_freq is 0, 0 in the job" in cause.sentence
+
+
+def test_a_stated_value_of_attention_goes_before_a_factor_of_some_gradients() -> None:
+    """A cap of its scores may move the gradients of queries and keys alone, by nearly one factor."""
+    cap = ModelDifference(
+        kind=ModelDifferenceKind.ATTRIBUTE,
+        where="model.layers.*.self_attn",
+        key="attn_logit_softcapping",
+        job="None",
+        replay="50",
+    )
+    evidence = make_gradient_evidence(make_window([scale_gradients(SOUND, 1.002, "q_proj")], SOUND))
+    settings = replace(evidence.settings, model_differences=[cap])
+    cause = find_causes(replace(evidence, settings=settings))[0]
+    assert (cause.name, cause.sureness) == (CauseName.MODEL_CODE, Sureness.PROBABLY)
+    assert "attn_logit_softcapping" in cause.sentence
