@@ -26,6 +26,7 @@ from replay.verdict.causes.model_rules import GRADIENT_KINDS, OTHER_FORWARD_KIND
 from replay.verdict.causes.route_rules import find_gradient_without_router_loss
 from replay.verdict.causes.wrong_gradient import (
     GRADIENT_FINDINGS,
+    SAME_COSINE,
     SAME_RATIO,
     WrongGradient,
     find_factor,
@@ -258,11 +259,16 @@ def find_changed_gradients(evidence: CauseEvidence) -> Cause | None:
         return None
     worst = find_farthest(off)
     how = f"of {worst.ratio:.4g} times the length" if worst.ratio is not None else "of another length"
-    cosine = "" if worst.cosine is None else f" and a cosine of {worst.cosine:.3g}"
+    if worst.cosine is not None and worst.cosine >= SAME_COSINE[False] and not wrong.is_scaled(worst):
+        how += ", and the elements that were sampled of it are the loss's: other rows or columns are not"
+    elif worst.cosine is not None:
+        how += f" and a cosine of {worst.cosine:.3g}"
     # What the recording states of the model may explain it better, or another rule.
     stated = [difference for difference in evidence.settings.model_differences if difference.kind in GRADIENT_KINDS]
     others = (find_redrawn_masks, find_gradient_without_router_loss)
-    explains_more = any(not wrong.is_confined_to(difference.where) for difference in stated)
+    of_module = [difference for difference in stated if wrong.is_confined_to(difference.where)]
+    of_setting = f"; {describe_model_difference(of_module[0])}" if of_module else ""
+    explains_more = len(of_module) < len(stated)
     may_be_other = explains_more or any(find(evidence) is not None for find in others)
     ordered = sorted(off, key=lambda parameter: parameter.difference or 0.0, reverse=True)
     what = name_parameters([parameter.name for parameter in ordered], list(wrong.gradient.parameters))
@@ -270,8 +276,10 @@ def find_changed_gradients(evidence: CauseEvidence) -> Cause | None:
         name=CauseName.GRADIENTS_CHANGED,
         sureness=Sureness.IS if wrong.is_sure(off, is_off=True) and not may_be_other else Sureness.PROBABLY,
         sentence=f"the gradient of {what} is not that of the loss, {name_time(wrong.verdict)}: that of {worst.name} is "
-        f"{how}{cosine}; the others are the loss's",
-        try_next=f"see whether it comes of this: {describe_model_difference(stated[0])}"
+        f"{how}; the gradients of other parameters are the loss's{of_setting}",
+        try_next=f"take the job's {of_module[0].key} of {of_module[0].where} back, or give it to the model here"
+        if of_module
+        else f"see whether it comes of this: {describe_model_difference(stated[0])}"
         if stated
         else "look for a hook on these parameters, or for an autograd function of the job's own on the way to them",
         explains=GRADIENT_FINDINGS,

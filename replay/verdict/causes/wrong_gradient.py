@@ -38,8 +38,17 @@ class WrongGradient:
     norm_bounds: Mapping[str, float]
 
     def is_scaled(self, parameter: ComparedGradient) -> bool:
-        """Tell whether a parameter's gradient is the replay's times a number."""
-        return parameter.cosine is None or abs(parameter.cosine) >= SAME_COSINE[self.is_coarse]
+        """Tell whether a parameter's gradient is the replay's times a number.
+
+        The sampled elements then have the factor that the whole norm has. If they have another one, the gradient is
+        another one elsewhere, as where a row of an embedding gets none.
+        """
+        if parameter.cosine is None:
+            return True
+        factor = find_factor(parameter)
+        has_one_factor = factor is None or parameter.scale is None
+        has_one_factor |= math.isclose(parameter.scale or 0.0, factor or 0.0, rel_tol=4 * SAME_RATIO[self.is_coarse])
+        return abs(parameter.cosine) >= SAME_COSINE[self.is_coarse] and has_one_factor
 
     def is_same(self, parameter: ComparedGradient) -> bool:
         """Tell whether a parameter's gradient is the replay's."""

@@ -136,6 +136,20 @@ def test_a_setting_of_the_only_module_whose_gradient_is_another_one_is_no_other_
     assert "scale_grad_by_freq" in f"{first.sentence} {first.try_next}"
 
 
+def test_a_gradient_whose_sampled_elements_are_the_losss_is_not_scaled() -> None:
+    """As where `padding_idx` leaves a row of an embedding without a gradient: the norm shows it, and no sample may."""
+    window = make_window([SOUND], SOUND)
+    step = window[0].recorded.step_after
+    assert step is not None
+    signatures = [replace(each, norm=0.98 * each.norm) if "embed" in each.name else each for each in step.signatures]
+    window[0] = replace(
+        window[0], recorded=replace(window[0].recorded, step_after=replace(step, signatures=signatures))
+    )
+    cause = find_causes(make_gradient_evidence(window))[0]
+    assert cause.name is CauseName.GRADIENTS_CHANGED
+    assert "0.98 times the length, and the elements that were sampled of it are the loss's" in cause.sentence
+
+
 def test_a_sound_gradient_has_no_cause() -> None:
     causes = find_causes(make_gradient_evidence(make_window([SOUND], SOUND)))
     # Though the evidence says that its norm differs, nothing is known about why.
