@@ -42,6 +42,7 @@ from replay.verdict.loss_remarks import describe_loss_weights
 from replay.verdict.model_facts import ModelDifference
 from replay.verdict.outcomes import Outcome, Verdict
 from replay.verdict.recorded_pass import is_mixture
+from replay.verdict.reference_remarks import describe_reference
 from replay.verdict.route_findings import (
     describe_absent_router_loss,
     describe_flips,
@@ -301,6 +302,7 @@ def conclude(
             *job_end,
             *describe_weighting(passes),
             *describe_loss_weights(passes),
+            *describe_reference(passes),
             *describe_flips(passes),
             *describe_router_loss(passes),
             *describe_absent_router_loss(passes, has_same_gradient=_has_same_gradient(verdict)),

@@ -23,6 +23,7 @@ from capture.file_format.optimizer_step import OptimizerStep, Sample, choose_sam
 from capture.file_format.tensor_codec import TrainingMode
 from replay.objective.objective import LogProbWeights, name_loss, select_loss_tokens
 from replay.options.declarations.recorded import FROM_LOGIT_GRADIENT
+from replay.options.declarations.tensor_names import OLD_LOG_PROBS, REF_CHOSEN, REF_LOG_PROBS, REF_REJECTED
 from replay.options.spec import LossName, is_objective
 from replay.output.text import pluralise
 from replay.runlog.records import PassRecord
@@ -125,6 +126,7 @@ class RecordedPass:
     tokens            traits of the tokens; None where they were not read
     has_job_weights_of_tokens  the replay's loss weighs each token's log-prob as the job's gradient did
     num_left_out      targets of the job's loss that padding predicts, so that the replay's loss is not of them
+    noted_log_probs   sums of each sequence's log-probs that the job noted, by whose they are; chosen sequences first
     """
 
     rank: int | None
@@ -148,6 +150,7 @@ class RecordedPass:
     tokens: TokenTraits | None = None
     has_job_weights_of_tokens: bool = False
     num_left_out: int = 0
+    noted_log_probs: Mapping[str, Sequence[float]] = field(default_factory=dict)
 
 
 def read_recorded_pass(
@@ -192,7 +195,23 @@ def read_recorded_pass(
         tokens=read_token_traits(call, batch, special_tokens),
         has_job_weights_of_tokens=is_recorded,
         num_left_out=0 if targets_BS is None else int((targets_BS != IGNORED_LABEL).sum()) - num_tokens,
+        noted_log_probs=_sum_noted_log_probs(call, batch),
     )
+
+
+def _sum_noted_log_probs(call: CapturedCall, batch: MicroBatch) -> dict[str, list[float]]:
+    """Sum the log-probs of each sequence that the job noted, of its reference and of its old policy."""
+    tensors = {**call.tensors, **call.notes}
+    sums: dict[str, list[float]] = {}
+    for label, names in (("reference", REF_LOG_PROBS), ("old policy", OLD_LOG_PROBS)):
+        values = next((tensors[name] for name in names if name in tensors), None)
+        mask_BA = batch.action_mask_BA
+        if values is not None and mask_BA is not None and values.shape == mask_BA.shape:
+            sums[label] = torch.where(mask_BA.bool(), values, 0).double().sum(dim=1).tolist()
+        elif values is not None and values.ndim == 1:
+            sums[label] = values.double().tolist()
+    pairs = [tensors[name].double().flatten().tolist() for (name,) in (REF_CHOSEN, REF_REJECTED) if name in tensors]
+    return sums | ({"reference": pairs[0] + pairs[1]} if len(pairs) == 2 else {})
 
 
 def list_modules_in_other_mode(call: CapturedCall) -> tuple[str, ...]:

@@ -1,0 +1,102 @@
+"""Say that log-probs of the reference, or of the old policy, were noted for other sequences than they are of.
+
+note       reference: 4 of 8 sequences before the first step have the noted log-prob of another one, [...]
+
+Before a job's first step the policy is its reference, so each sequence has one log-prob under both. Later they are two
+models; but any model gives a longer sequence a smaller log-prob. The loss is computed as the job did in either case,
+so this judges nothing.
+"""
+
+from collections.abc import Sequence
+from statistics import StatisticsError, correlation
+
+from replay.output.text import Pairs, pluralise
+from replay.runlog.records import PassRecord
+from replay.tolerances.difference import relative_difference
+from replay.verdict.judge import PassEvidence
+from replay.verdict.recorded_pass import RecordedPass
+
+Passes = Sequence[tuple[PassRecord, RecordedPass]]
+# Two sums of one sequence's log-probs in fp32 are no further apart, of other kernels and other padding.
+SAME_SUM = 1e-4
+# So many sequences of another one's log-prob are no chance.
+LEAST_MOVED = 2
+# Of so many sequences, log-probs go with lengths from the first correlation on, and do not up to the second.
+LEAST_SEQUENCES, GOES_WITH, GOES_NOT_WITH = 16, 0.7, 0.3
+
+
+def describe_reference(passes: Sequence[PassEvidence]) -> Pairs:
+    """Describe noted log-probs that belong to other sequences, by what they are of."""
+    known = [(record, recorded) for record, recorded, _ in passes if recorded is not None and record.error is None]
+    labels = dict.fromkeys(label for _, recorded in known for label in recorded.noted_log_probs)
+    lines: Pairs = []
+    for label in labels:
+        text = _describe_moved(label, known) or _describe_lengths(label, known)
+        lines += [] if text is None else [("note", f"{label}: {text}")]
+    return lines
+
+
+def _describe_moved(label: str, passes: Passes) -> str | None:
+    """Say which sequences have the number that the policy gives another one of their pass, before the first step."""
+    moved: list[str] = []
+    num_sequences = 0
+    for record, recorded in passes:
+        has_first_weights = recorded.num_steps_before == 0 and not recorded.weight_comparison.differing
+        if not has_first_weights or set(recorded.dtypes) != {"float32"}:
+            continue
+        sums = record.result.row_log_probs
+        own = _choose_order(recorded.noted_log_probs.get(label, ()), sums)
+        num_sequences += len(own)
+        for row, value in enumerate(own):
+            matches = [other for other, sum_ in enumerate(sums) if relative_difference(value, sum_) <= SAME_SUM]
+            if matches and row not in matches:
+                moved.append(f"that of row {row} of pass {record.index + 1} is row {matches[0]}'s")
+    if len(moved) < LEAST_MOVED:
+        return None
+    return (
+        f"{len(moved)} of {pluralise(num_sequences, 'sequence')} before the first step have the noted log-prob of "
+        f"another one, as the policy gives it: {moved[0]}"
+    )
+
+
+def _describe_lengths(label: str, passes: Passes) -> str | None:
+    """Say that sequences are noted with log-probs that do not go with their lengths, as the policy's do."""
+    triples = [
+        triple
+        for record, recorded in passes
+        for triple in zip(
+            record.result.row_action_tokens,
+            record.result.row_log_probs,
+            _choose_order(recorded.noted_log_probs.get(label, ()), record.result.row_log_probs),
+            strict=False,
+        )
+    ]
+    if len(triples) < LEAST_SEQUENCES:
+        return None
+    lengths, sums, noted = zip(*triples, strict=True)
+    try:
+        policy, other, both = -correlation(lengths, sums), -correlation(lengths, noted), correlation(sums, noted)
+    except StatisticsError:
+        # All are equal.
+        return None
+    if policy < GOES_WITH or other > GOES_NOT_WITH or both > GOES_NOT_WITH:
+        return None
+    return (
+        f"the noted log-probs of {pluralise(len(triples), 'sequence')} do not go with their lengths (correlation "
+        f"{other:.2f}, the policy's {policy:.2f}): they may be those of other sequences"
+    )
+
+
+def _choose_order(noted: Sequence[float], sums: Sequence[float]) -> Sequence[float]:
+    """Return the noted numbers in the order of the sequences; none where there are others than sequences.
+
+    Numbers of pairs are all chosen, then all rejected ones. A pass may have each chosen one before its rejected one.
+    """
+    if len(noted) != len(sums):
+        return ()
+    half = len(noted) // 2
+    alternate = [value for pair in zip(noted[:half], noted[half:], strict=False) for value in pair]
+    distance, other_distance = (
+        sum(abs(a - b) for a, b in zip(order, sums, strict=False)) for order in (noted, alternate)
+    )
+    return alternate if len(alternate) == len(sums) and 2 * other_distance < distance else noted
