@@ -1,12 +1,14 @@
-"""Import what a replay imports, in the fork server of `forkserver.py`.
+"""Import what a replay imports, in the fork server of `forkserver.py`, and make what each fork would make for itself.
 
-An import that fails or prints here does so again in the run.
+What fails or prints here does so again in the run.
 """
 
 import gc
 import os
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from importlib import import_module
+from typing import Any
 
 import torch
 
@@ -21,7 +23,19 @@ MODULES = (
     "replay.runner.run",
     "torch._inductor.compile_fx",
     "transformers.models.llama.modeling_llama",
+    # What a replay imports late, some of it during its first pass.
+    "actor_init.attention.flex",
+    "replay.api.run",
+    "replay.objective.policy",
+    "replay.output.frames",
 )
+# What a replay makes once in its process: readers of options and messages, and the versions of packages. No tensor: on
+# a machine with GPUs autograd would start threads, which a fork does not have.
+FIRST_USES: Mapping[str, Sequence[Any]] = {
+    "replay.command_line.cli:parse_command_line": ([],),
+    "replay.runlog.writer:list_versions": (),
+    "replay.watch.watcher:make_message_readers": (),
+}
 
 
 def preload() -> None:
@@ -32,6 +46,10 @@ def preload() -> None:
     for name in MODULES:
         with suppress(Exception):
             import_module(name)
+    for name, arguments in FIRST_USES.items():
+        module, _, function = name.partition(":")
+        with suppress(Exception):
+            getattr(import_module(module), function)(*arguments)
     gc.collect()
     # The first collection in each fork would otherwise copy every page.
     gc.freeze()

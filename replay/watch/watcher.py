@@ -83,6 +83,12 @@ class TerminationSignals:
             signal.signal(signal.SIGTERM, handler)
 
 
+def make_message_readers() -> None:
+    """Make the readers of what ranks send each other as JSON, each once in a process."""
+    for kind in (RankPosition, Sighting, RankFailure):
+        find_type_adapter(kind)
+
+
 @contextmanager
 def watch_run(world: World, folder: Path, timeout: float, *, show_traceback: bool = False) -> Iterator["Watch"]:
     """Watch the code inside. An error that leaves it on one of several ranks ends them all."""
@@ -138,9 +144,8 @@ class Watch:
         self._barrier = Barrier({world.rank, *self._peers.by_rank})
         self._closing = False
         self._terminations = TerminationSignals(self._peers.bell)
-        for kind in (RankPosition, Sighting, RankFailure):
-            # Built now, because the thread may need it at a time when this process can import nothing any more.
-            find_type_adapter(kind)
+        # Now, because the thread may need one at a time when this process can import nothing any more.
+        make_message_readers()
         self._thread = threading.Thread(target=self._run, name="replay-watch", daemon=True)
         self._thread.start()
 

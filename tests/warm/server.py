@@ -2,7 +2,7 @@
 
     python -m tests.warm.server SOCKET STAND_IN OWNER PADDING [MODULE ...]
 
-Only this process forks, it has one thread, and it has computed nothing: that is what makes forking after `import torch`
+Only this process forks, and it has one thread, also after what it computes: that makes forking after `import torch`
 safe. It says `ready` when it can be asked, and ends after the process OWNER. See tests/warm/__init__.py.
 """
 
@@ -61,9 +61,10 @@ def serve(address: str, owner: int, more_imports: Sequence[str]) -> Program:
     gc.disable()
     for name in (*IMPORTS, *on_ray, *more_imports):
         importlib.import_module(name)
-    # What each would make for itself: the commands of `replay`, and DeepSpeed's answers from the compiler.
-    commands: Any = importlib.import_module("replay.command_line.cli")
-    commands._build_commands()
+    # What each would make for itself: the first model and its backward, and DeepSpeed's answers from the compiler.
+    layouts: Any = importlib.import_module("actor_init.probe.layout_choice")
+    models: Any = importlib.import_module("transformers")
+    assert layouts.explain_not_packed(models.LlamaConfig()) == ""
     assert importlib.import_module("deepspeed.ops").__compatible_ops__
     # torchrun's agent asks `inspect` for names of its callers, which goes through all modules for each frame: 2.5 s.
     rendezvous: Any = sys.modules["torch.distributed.elastic.rendezvous.dynamic_rendezvous"]
