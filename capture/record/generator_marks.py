@@ -41,8 +41,12 @@ class GeneratorSnapshot:
 
 
 def take_generator_snapshot(*, on_cuda: bool) -> GeneratorSnapshot:
-    """Take the generators' states, without waiting for the device: its generator is numbers on the host."""
-    return GeneratorSnapshot(cpu=torch.get_rng_state(), cuda=torch.cuda.get_rng_state() if on_cuda else None)
+    """Take the generators' states, without waiting for the device: its generator is numbers on the host.
+
+    The functions of torch that do the same go through several others first.
+    """
+    cuda = torch.cuda.default_generators[torch.cuda.current_device()].get_state() if on_cuda else None
+    return GeneratorSnapshot(cpu=torch.default_generator.get_state(), cuda=cuda)
 
 
 def mark_state(state: bytes) -> bytes:

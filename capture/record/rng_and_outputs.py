@@ -4,6 +4,7 @@ The job's thread only takes snapshots; the writer's thread turns them into plain
 job has loaded NumPy, which is never imported here.
 """
 
+import _random
 import ctypes
 import os
 import random
@@ -21,6 +22,7 @@ from torch import Tensor, nn
 from capture.file_format.optimizer_step import choose_sampled_tokens
 from capture.file_format.safe_unpickler import type_name
 from capture.file_format.tensor_codec import Output, RandomStates, can_encode, view_bytes
+from capture.record.generator_marks import GeneratorSnapshot, take_generator_snapshot
 
 # So many logits are computed with at once on the CPU: as many as its cache holds.
 _CPU_ELEMENTS = 2**18
@@ -47,6 +49,8 @@ ENVIRONMENT_NAMES = (
 _MAX_VALUE_LENGTH = 100
 # The state of Python's generator: 624 words and a position.
 _NUM_WORDS = 625
+# So many bytes at each end of a generator's memory tell whether it was used.
+_NUM_END_BYTES = 64
 # Outputs with a number for each token: their values are kept beside their sums, up to so many.
 _TOKEN_OUTPUTS = ("log_probs", "output")
 _MAX_TOKEN_VALUES = 65_536
@@ -129,18 +133,17 @@ class RandomSnapshot:
 
     python: tuple[Any, ...]
     numpy: Mapping[str, Any] | None
-    cpu: Tensor
-    cuda: Tensor | None
+    torch: GeneratorSnapshot
 
     def to_plain(self) -> RandomStates:
         """Return the states as plain data, as they are written."""
         version, words, gauss = self.python
         states: RandomStates = {
             "python": {"version": version, "state": struct.pack(f"<{_NUM_WORDS}I", *words), "gauss": gauss},
-            "torch": {"cpu": bytes(view_bytes(self.cpu))},
+            "torch": {"cpu": bytes(view_bytes(self.torch.cpu))},
         }
-        if self.cuda is not None:
-            states["torch"]["cuda"] = bytes(view_bytes(self.cuda))
+        if self.torch.cuda is not None:
+            states["torch"]["cuda"] = bytes(view_bytes(self.torch.cuda))
         if self.numpy is not None:
             states["numpy"] = {
                 "algorithm": str(self.numpy["bit_generator"]),
@@ -159,51 +162,85 @@ def take_random_snapshot(*, on_cuda: bool) -> RandomSnapshot:
     """
     numpy_random = sys.modules.get("numpy.random")
     return RandomSnapshot(
-        python=random.getstate(),
+        python=_read_python_state(),
         numpy=None if numpy_random is None else _read_numpy_state(numpy_random),
-        cpu=torch.get_rng_state(),
-        cuda=torch.cuda.get_rng_state() if on_cuda else None,
+        torch=take_generator_snapshot(on_cuda=on_cuda),
     )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _NumpyState:
-    """What `get_state` returned of a generator of NumPy's, with its words and position as they lay in memory."""
+class _KnownState:
+    """The latest state that was read of a generator, and the words and the position that the generator keeps in memory.
 
-    generator: Any
-    memory: memoryview
-    words: bytes
-    state: Mapping[str, Any]
+    A state has an object of each of 624 words: where the job's caches hold other things, to read it takes ten times as
+    long as to look at both ends of these bytes. One end has the position, which each draw changes, and a generator that
+    has gone through its words makes all of them anew, as seeds do. The view of the memory is made once: the first call
+    of a function of ctypes after the job's own work takes 0.25 ms.
+    """
 
-    def is_unchanged(self, generator: Any) -> bool:
-        # A state may also hold the second of two normal numbers, which is drawn without a change of the words.
-        is_same = generator is self.generator and not self.state["has_gauss"]
-        return is_same and self.memory.tobytes() == self.words
+    def __init__(self, generator: Any, address: int) -> None:
+        # The generator is held, and its memory with it.
+        self.generator = generator
+        self.state: Any = None
+        self._memory = memoryview((ctypes.c_ubyte * (4 * _NUM_WORDS)).from_address(address))
+        self._begin, self._end = self._memory[:_NUM_END_BYTES], self._memory[-_NUM_END_BYTES:]
+        self._known_ends = b"", b""
+
+    def is_current(self) -> bool:
+        """Tell whether `state` is that of the generator now."""
+        begin, end = self._known_ends
+        return self._begin.tobytes() == begin and self._end.tobytes() == end
+
+    def remember(self, state: Any, words: bytes, *, has_gauss: bool) -> None:
+        """Remember a state that was read.
+
+        words      the bytes of its words and its position. Where the memory holds others, it is not the memory of such
+                   a generator, or another thread has drawn meanwhile
+        has_gauss  the state also holds the second of two normal numbers, which is drawn without a change of the words
+        """
+        self.state, self._known_ends = None, (b"", b"")
+        if not has_gauss and self._memory.tobytes() == words:
+            self.state, self._known_ends = state, (words[:_NUM_END_BYTES], words[-_NUM_END_BYTES:])
 
 
-_latest_numpy_state: _NumpyState | None = None
+_known_python_state: _KnownState | None = None
+_known_numpy_state: _KnownState | None = None
+
+
+def _read_python_state() -> tuple[Any, ...]:
+    """Read the state of Python's global generator."""
+    global _known_python_state
+    generator: Any = random._inst
+    known = _known_python_state
+    if known is not None and known.generator is generator and generator.gauss_next is None and known.is_current():
+        return known.state  # type: ignore[no-any-return]
+    state: tuple[Any, ...] = generator.getstate()
+    _, words_and_position, gauss = state
+    # CPython keeps the position and the words behind the head of the object.
+    if known is None or known.generator is not generator:
+        if _random.Random.__basicsize__ < object.__basicsize__ + 4 * _NUM_WORDS:
+            return state
+        known = _known_python_state = _KnownState(generator, id(generator) + object.__basicsize__)
+    words = struct.pack(f"<{_NUM_WORDS}I", words_and_position[-1], *words_and_position[:-1])
+    known.remember(state, words, has_gauss=gauss is not None)
+    return state
 
 
 def _read_numpy_state(numpy_random: Any) -> Mapping[str, Any] | None:
-    """Read the state of NumPy's global generator; None if the job has put a generator of another kind there.
-
-    NumPy goes through the 624 words one by one, in 0.13 ms where the job's caches hold other things. To compare their
-    bytes with those read before takes a tenth of that, without a call through ctypes: the first one after the job's
-    own work takes 0.25 ms.
-    """
-    global _latest_numpy_state
+    """Read the state of NumPy's global generator; None if the job has put a generator of another kind there."""
+    global _known_numpy_state
     # NumPy gives its generator away since 1.24.
     generator: Any = numpy_random.get_bit_generator() if hasattr(numpy_random, "get_bit_generator") else None
-    if _latest_numpy_state is not None and _latest_numpy_state.is_unchanged(generator):
-        return _latest_numpy_state.state
+    known = _known_numpy_state
+    if known is not None and known.generator is generator and known.is_current():
+        return known.state  # type: ignore[no-any-return]
     state: Mapping[str, Any] = numpy_random.get_state(legacy=False)
     if state["bit_generator"] != "MT19937":
         return None
     if generator is not None:
-        memory = memoryview((ctypes.c_ubyte * (4 * _NUM_WORDS)).from_address(generator.ctypes.state_address))
+        if known is None or known.generator is not generator:
+            known = _known_numpy_state = _KnownState(generator, generator.ctypes.state_address)
         words = state["state"]["key"].tobytes() + struct.pack("<i", state["state"]["pos"])
-        if memory.tobytes() == words:
-            _latest_numpy_state = _NumpyState(generator=generator, memory=memory, words=words, state=state)
+        known.remember(state, words, has_gauss=bool(state["has_gauss"]))
     return state
 
 
