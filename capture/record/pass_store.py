@@ -195,10 +195,11 @@ class PassStore:
         self._prepare_rank_folder(origin.rank or 0, origin.world_size)
         if self._retention.flight_recorder is None:
             self.write_held()
-        self._wait_for_copies(snapshot.copy_events if notes is None else [*snapshot.copy_events, *notes.copy_events])
+        events = snapshot.copies.events
+        self._wait_for_copies(events if notes is None else [*events, *notes.copy_events])
         if snapshot.model_facts is not None:
             self._write_model_facts(snapshot.model_facts)
-        tensors = dict(snapshot.tensors)
+        tensors = dict(snapshot.copies.tensors)
         if snapshot.pair_mask is not None:
             if (documents := snapshot.pair_mask.describe_documents(tensors)) is None:
                 self.skipped.add(WITH_MASK_OF_PAIRS, trains=snapshot.trains)
@@ -217,6 +218,7 @@ class PassStore:
             optimizer_step=None if snapshot.optimizer_step is None else self._count_taken(snapshot.optimizer_step),
             recording=self.recording_id,
         )
+        snapshot.copies.give_back()
         if notes is not None:
             self._write_notes(encoded, notes)
         # A pass is held only when it is done with: until then the background writer counts it.

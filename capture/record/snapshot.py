@@ -18,7 +18,7 @@ from capture.record.background_writer import warn
 from capture.record.call_arguments import find_forward_signature, sort_arguments
 from capture.record.engine_gradients import read_engine_loss_scale
 from capture.record.generator_marks import GeneratorSnapshot, take_generator_snapshot
-from capture.record.host_copy import copy_to_host, is_capturing_graph
+from capture.record.host_copy import ArgumentCopier, ArgumentCopies, copy_to_host, is_capturing_graph
 from capture.record.job_facts import (
     ModelDevices,
     describe_call_settings,
@@ -60,7 +60,7 @@ class RecordingOpened:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PassSnapshot:
-    """A forward's arguments on the host, complete once every event in `copy_events` has happened.
+    """A forward's arguments on the host, and what was read where it began.
 
     make_origin     is called in the background, since it takes a while
     optimizer_step  number of the step that comes after the pass; None if steps are not recorded
@@ -71,8 +71,7 @@ class PassSnapshot:
     pair_mask       what a mask of pairs of tokens said, which is not among the tensors; None without one
     """
 
-    tensors: Mapping[str, Tensor]
-    copy_events: list[torch.cuda.Event]
+    copies: ArgumentCopies
     call_facts: Mapping[str, object]
     left_out: Mapping[str, str]
     trains: bool
@@ -89,12 +88,13 @@ class PassSnapshot:
     @property
     def num_tokens(self) -> int:
         """The pass's token ids, padding included; 0 without token ids."""
-        return next((self.tensors[name].numel() for name in ID_NAMES if name in self.tensors), 0)
+        ids = _find_ids(self.copies.tensors)
+        return 0 if ids is None else ids.numel()
 
     @property
     def num_bytes(self) -> int:
-        noted_tensors = () if self.notes is None else self.notes.tensors.values()
-        return sum(tensor.nbytes for tensor in (*self.tensors.values(), *noted_tensors))
+        num_noted = 0 if self.notes is None else sum(tensor.nbytes for tensor in self.notes.tensors.values())
+        return self.copies.num_bytes + num_noted
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -218,6 +218,13 @@ class PassOutputs:
         )
 
 
+def _find_ids(tensors: Mapping[str, Tensor]) -> Tensor | None:
+    for name in ID_NAMES:
+        if name in tensors:
+            return tensors[name]
+    return None
+
+
 class RecordingClock:
     """A clock that never goes back, so that files sorted by name are in the order of the passes."""
 
@@ -245,6 +252,7 @@ class SnapshotMaker:
         attention = find_attention_kernel(model)
         self._model_settings = describe_model(model) if reproduce else {}
         self._model_settings |= {} if attention is None else {"attention": attention}
+        self._copier = ArgumentCopier()
         self._clock = clock
         self._model_name = model_name
         self._reproduce = reproduce
@@ -284,11 +292,11 @@ class SnapshotMaker:
         if self._names:
             arguments = arguments.rename(self._names)
         trains = torch.is_grad_enabled()
-        if arguments.depends_on_cache(trains=trains):
+        if arguments.left_out and arguments.depends_on_cache(trains=trains):
             return WITH_CACHE
         if is_capturing_graph(arguments.tensors):
             return IN_GRAPH
-        self._ids_BS = next((arguments.tensors[name] for name in ID_NAMES if name in arguments.tensors), None)
+        self._ids_BS = _find_ids(arguments.tensors)
         to_copy, pair_mask = dict(arguments.tensors), None
         # A capture has a mask of the tokens alone, by which a replay makes that of the pairs.
         if _MASK in to_copy and to_copy[_MASK].ndim > 2:
@@ -305,20 +313,20 @@ class SnapshotMaker:
             settings |= self._gradient_sync.read()
         if self._compute_dtype is not None:
             settings |= self._compute_dtype.begin((trains, settings["autocast"]))
-        self.has_labels = any(name in arguments.tensors for name in ("labels", SHIFT_LABELS))
-        to_copy = to_copy if weights is None else {**to_copy, _SAMPLES: weights.values}
-        tensors, copy_events = copy_to_host(to_copy, packs_small=False)
-        if pair_mask is not None:
-            pair_mask = pair_mask.on_host(tensors.pop(_PAIRS))
+        self.has_labels = "labels" in to_copy or SHIFT_LABELS in to_copy
         if weights is not None:
-            weights = replace(weights, values=tensors.pop(_SAMPLES))
+            to_copy[_SAMPLES] = weights.values
+        copies = self._copier.copy(to_copy)
+        if pair_mask is not None:
+            pair_mask = pair_mask.on_host(copies.tensors.pop(_PAIRS))
+        if weights is not None:
+            weights = replace(weights, values=copies.tensors.pop(_SAMPLES))
         self._training_pass = forward if trains else None
         # Of a model on several devices one generator alone would be recorded, and tell of a part of the masks.
         draws_on_cuda = device.type == "cuda"
         self._draws_on_cuda = draws_on_cuda if self._reproduce and not self._devices.are_several else None
         return PassSnapshot(
-            tensors=tensors,
-            copy_events=copy_events,
+            copies=copies,
             call_facts=arguments.call_facts,
             left_out=arguments.left_out,
             trains=trains,
@@ -445,6 +453,8 @@ class ComputeDtypeProbe:
 
     def begin(self, kind: tuple[Any, ...]) -> dict[str, str]:
         """Begin a pass. Returns the settings of its kind, if these are known; otherwise `end` returns them."""
+        if self._kind is None and (settings := self._settings_by_kind.get(kind)) is not None:
+            return settings
         self.end()
         model = self._model()
         if kind not in self._settings_by_kind and model is not None:

@@ -14,7 +14,7 @@ from capture.file_format.capture_file import encode_call, read_call
 from capture.file_format.micro_batch import CaptureError, Origin
 from capture.record import background_writer
 from capture.record.background_writer import BackgroundWriter
-from capture.record.host_copy import copy_packed
+from capture.record.host_copy import ArgumentCopier, copy_packed
 from capture.record.parameter_sampler import ParameterSampler
 
 SECONDS = 60
@@ -235,6 +235,40 @@ def test_small_tensors_go_in_one_copy_and_keep_their_forms() -> None:
     for tensor in wanted.values():
         tensor.zero_()
     assert all(torch.equal(copies[name], before[name]) for name in before)
+
+
+def test_memory_of_arguments_is_used_again_once_it_is_given_back_and_not_before() -> None:
+    copier = ArgumentCopier()
+    wanted = {
+        "flags": torch.tensor([[True], [False]]),
+        "half": torch.tensor([1.5, -2.0, 3.25], dtype=torch.bfloat16),
+        "ids": torch.arange(12).view(3, 4),
+        "none": torch.empty(0, 4, dtype=torch.long),
+        "one": torch.tensor(7),
+        "expanded": torch.arange(3).expand(2, 3),
+        "trained": nn.Parameter(torch.tensor([0.1, 1e300], dtype=torch.float64)),
+    }
+    # What is made in inference mode could not be written to outside of it.
+    with torch.inference_mode():
+        first = copier.copy(wanted)
+    second = copier.copy({name: tensor + 1 for name, tensor in wanted.items() if name != "flags"})
+    for name, copy in first.tensors.items():
+        assert torch.equal(copy, wanted[name]), name
+        assert (copy.dtype, copy.requires_grad) == (wanted[name].dtype, False)
+    assert first.memory is not second.memory
+    first.give_back()
+    third = copier.copy({"ids": wanted["ids"] + 5, "one": torch.tensor(8)})
+    assert third.memory is first.memory
+    assert torch.equal(third.tensors["ids"], torch.arange(5, 17).view(3, 4))
+    assert third.tensors["one"] == 8
+    assert torch.equal(second.tensors["ids"], torch.arange(1, 13).view(3, 4))
+    # Twice what was asked for is taken, and what is too small then is let go.
+    third.give_back()
+    large = copier.copy({"ids": torch.arange(40_000)})
+    assert large.memory is not third.memory
+    assert torch.equal(large.tensors["ids"], torch.arange(40_000))
+    assert copier.copy({"ids": torch.zeros(2**22)}).memory is not None
+    assert copier.copy({"ids": torch.zeros(2**22 + 1)}).memory is None
 
 
 def test_each_new_fact_is_read_back_and_one_like_the_last_is_not(monkeypatch: pytest.MonkeyPatch) -> None:

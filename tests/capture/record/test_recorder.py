@@ -19,11 +19,11 @@ from torch import Tensor, nn
 
 import capture.record.rank_writer
 import capture.record.recorder
-import capture.record.snapshot
 from capture import CaptureError, capture_files, read_actor_config, read_micro_batch, recording
 from capture.file_format.atomic_write import write_atomically
 from capture.file_format.end_record import count_not_recorded
 from capture.record.background_writer import BackgroundWriter
+from capture.record.host_copy import ArgumentCopier
 from tests.warm import warm_bin
 
 IDS_BS = torch.tensor([[0, 5, 9, 7], [3, 3, 0, 0]])
@@ -363,7 +363,7 @@ def test_a_failure_is_one_warning_and_a_count_and_the_losses_stay_as_they_were(
     if fault == "folder removed":
         shutil.rmtree(folder)
     if fault == "arguments that cannot be copied":
-        monkeypatch.setattr(capture.record.snapshot, "copy_to_host", full_disk)
+        monkeypatch.setattr(ArgumentCopier, "copy", full_disk)
     disturbed = train(model)
     recorder.close()
     assert disturbed == undisturbed
