@@ -42,6 +42,7 @@ DTYPES = {
     if hasattr(torch, name)
 }
 _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_ORDINARY_TYPES, _DENSE = (Tensor, torch.nn.Parameter), torch.strided
 # The device is named wherever a tensor is made: a job may have set another default device.
 _BITS = torch.arange(8, dtype=torch.uint8, device="cpu")
 # Above this size the writer would fall behind the job at zlib's default level.
@@ -51,10 +52,10 @@ _QUICK_DEFLATE_BYTES = 4 * 2**20
 def can_encode(tensor: Tensor) -> bool:
     """Tell whether it is an ordinary dense tensor with values, not distributed, sparse, quantized, meta or fake."""
     return (
-        type(tensor) in (Tensor, torch.nn.Parameter)
-        and tensor.layout == torch.strided
-        and tensor.device.type != "meta"
+        type(tensor) in _ORDINARY_TYPES
+        and tensor.layout is _DENSE
         and tensor.dtype in _DTYPE_NAMES
+        and not tensor.is_meta
     )
 
 

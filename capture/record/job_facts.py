@@ -19,6 +19,7 @@ from capture.file_format.micro_batch import CaptureError
 from capture.record.parameter_sampler import list_frozen_names, list_parameter_names
 
 LIGER = "liger_kernel"
+_HAS_DISTRIBUTED = torch.distributed.is_available()
 
 
 def prepare_folder(folder: Path, model: nn.Module) -> str:
@@ -115,7 +116,7 @@ def select_architecture(config: dict[str, object]) -> dict[str, object]:
 
 def is_in_process_group() -> bool:
     """Tell whether the job has a process group now."""
-    return torch.distributed.is_available() and torch.distributed.is_initialized()
+    return _HAS_DISTRIBUTED and torch.distributed.is_initialized()
 
 
 def read_rank_and_world_size() -> tuple[int, int]:
@@ -182,7 +183,7 @@ class ModelDevices:
 
     def find(self, tensors: Mapping[str, Tensor]) -> torch.device:
         """Find the device of a pass: that of its arguments, or the model's, to which DDP or FSDP moves arguments."""
-        device = next((tensor.device for tensor in tensors.values()), torch.device("cpu"))
+        device = next(iter(tensors.values())).device if tensors else torch.device("cpu")
         if self._accelerators is None:
             model = self._model()
             devices = {parameter.device for parameter in model.parameters()} if model is not None else set()
@@ -201,9 +202,14 @@ def describe_call_settings(device: torch.device, model_settings: Mapping[str, st
 
 def read_autocast_dtype(device_type: str) -> str:
     """Return autocast's dtype on devices of this type, or `off`."""
-    if not torch.amp.is_autocast_available(device_type) or not torch.is_autocast_enabled(device_type):
+    if not _has_autocast(device_type) or not torch.is_autocast_enabled(device_type):
         return "off"
     return str(torch.get_autocast_dtype(device_type)).removeprefix("torch.")
+
+
+@cache
+def _has_autocast(device_type: str) -> bool:
+    return torch.amp.is_autocast_available(device_type)
 
 
 @cache

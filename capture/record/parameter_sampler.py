@@ -397,8 +397,7 @@ class ParameterSampler:
 
     def _list_slots(self) -> None:
         """List the parameters, and those that have samples on this rank. Later calls do nothing."""
-        model = self._model()
-        if self._has_listed_slots or model is None:
+        if self._has_listed_slots or (model := self._model()) is None:
             return
         self._has_listed_slots = True
         left_out: Counter[str] = Counter()

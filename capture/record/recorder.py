@@ -448,7 +448,8 @@ class Recorder:
         if self.failure is not None:
             self._writer.count_dropped_pass()
             return
-        self._route_recorder.begin(0)
+        if self._route_recorder.num_routers:
+            self._route_recorder.begin(0)
         notes, self._next_notes = self._next_notes, None
         if self.num_seen == 1 or is_in_process_group() != self._was_in_process_group:
             self._update_rank()
@@ -470,7 +471,8 @@ class Recorder:
         self._has_pair_masks |= snapshot.pair_mask is not None
         if self._writer.queue_pass(snapshot, snapshot.num_bytes):
             self._last_queued_forward = forward
-            self._route_recorder.begin(snapshot.num_tokens)
+            if self._route_recorder.num_routers:
+                self._route_recorder.begin(snapshot.num_tokens)
 
     def _copy_outputs(
         self,

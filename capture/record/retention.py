@@ -67,8 +67,12 @@ class PassSelector:
     def __init__(self, retention: RetentionSettings) -> None:
         self.retention = retention
         self._num_allowed = 0
+        is_limited = retention.ranks is not None or retention.first_forward > 0 or retention.end_forward is not None
+        self._selects_all = retention.every == 1 and retention.passes == "all" and not is_limited
 
     def select(self, *, forward: int, rank: int, trains: bool) -> bool:
+        if self._selects_all:
+            return True
         if not self.retention.is_allowed(forward=forward, rank=rank, trains=trains):
             return False
         self._num_allowed += 1

@@ -150,7 +150,7 @@ class StepWindow:
         self._has_late_clipping = False
         self._has_stepped = False
         # What has stepped, and on which parameters.
-        self._stepped: weakref.WeakKeyDictionary[Optimizer, tuple[Any, ...]] = weakref.WeakKeyDictionary()
+        self._stepped: dict[weakref.ref[Optimizer], tuple[Any, ...]] = {}
         # Names of the parameters whose gradients are in the parts of the step so far.
         self._sampled_names: set[str] = set()
         # Names of the parameters whose signatures are in these parts, and whether the gradients of this step are to be
@@ -236,7 +236,8 @@ class StepWindow:
         """
         if limit == math.inf or self._clipping is not None or self._clips_otherwise or self._has_late_clipping:
             return
-        if any(ids & _collect_parameter_ids(optimizer) for optimizer in self._stepped):
+        optimizers = [optimizer for reference in self._stepped if (optimizer := reference()) is not None]
+        if any(ids & _collect_parameter_ids(optimizer) for optimizer in optimizers):
             self._has_late_clipping = True
             self.num_late_clippings += 1
 
@@ -280,7 +281,8 @@ class StepWindow:
     def _steps_again(self, optimizer: Optimizer) -> bool:
         """Tell whether an optimizer has stepped on the same parameters since the latest pass."""
         key = tuple((len(group["params"]), id(group["params"][0])) for group in _list_groups(optimizer))
-        is_known, self._stepped[optimizer] = self._stepped.get(optimizer) == key, key
+        reference = weakref.ref(optimizer)
+        is_known, self._stepped[reference] = self._stepped.get(reference) == key, key
         return is_known
 
     @torch.no_grad()
