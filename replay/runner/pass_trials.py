@@ -19,14 +19,17 @@ from capture.file_format.actor_config import read_actor_config
 from capture.file_format.capture_file import CapturedCall, read_call
 from capture.file_format.micro_batch import IGNORED_LABEL, LOSS_GRADIENTS, LOSS_TARGETS, MicroBatch
 from capture.file_format.tensor_codec import RandomStates
+from replay.objective.inputs import ObjectiveData, ObjectiveInputs
 from replay.objective.objective import is_of_log_probs, select_loss_tokens
+from replay.options.declarations.policy import POLICY
+from replay.options.declarations.tensor_names import ADVANTAGES, OLD_LOG_PROBS
 from replay.options.option_parsing import describe_error
 from replay.options.resolved import ResolvedReplay
 from replay.options.spec import is_objective
 from replay.output.text import pluralise
 from replay.resolution.job_defaults import find_inputs_folder
 from replay.runner.rounding_floor import RunRepeater
-from replay.runner.trial_changes import list_model_trials
+from replay.runner.trial_changes import divide_logits, list_model_trials
 from replay.runner.trial_configs import ConfigTrial, build_config, list_config_trials
 from replay.runner.trial_feeds import (
     CapturedRows,
@@ -37,13 +40,15 @@ from replay.runner.trial_feeds import (
 )
 from replay.runner.trial_findings import TrialEvaluator
 from replay.runner.trial_forward import TrialActor, make_trial_spec
-from replay.runner.trial_logits import MAX_POSITIONS, TargetLogits, are_rounded, match_logit_trials
+from replay.runner.trial_logits import MAX_COARSE_RESIDUAL, MAX_POSITIONS, TargetLogits, are_rounded, match_logit_trials
 from replay.runner.trial_losses import MEND_LOSS, LogitStatistics, LossTables, TargetRows, list_loss_trials
+from replay.runner.trial_objectives import PolicyCase, PolicyTrial, fit_temperature, list_policy_trials
 from replay.runner.trial_ranks import OwnTrial, TrialForward, TrialVariant, join_ranks
 from replay.tolerances.difference import is_coarse
 from replay.tolerances.job_bounds import LOSS
 from replay.verdict.causes.cause import CauseName
 from replay.verdict.causes.trial import (
+    SURE_GAIN_A_TRIAL,
     TrialMatch,
     TrialReport,
     TrialResult,
@@ -58,6 +63,8 @@ from replay.verdict.judge import PassEvidence
 from replay.verdict.model_facts import ModelDifferenceKind
 
 MAX_FORWARDS = 32
+# Relative: how far the gradient of a policy's loss may be from the job's; the replay's own has to be so much farther.
+MAX_POLICY_RESIDUAL, MIN_POLICY_GAIN = 1e-3, 10.0
 # Relative: two losses that are no further apart are the same one.
 SAME_LOSS = 1e-12
 # The dtype that a trial may coarsen numbers to, as torch names it.
@@ -194,6 +201,9 @@ class PassTrials:
         of_logits = self._try_logits(actor)
         if any(result.agrees for result in of_logits):
             return of_logits
+        if self._is_policy and not any(self._gather(self._is_wrong)):
+            self.unchanged = self._find_with_own_loss(unchanged_BA)
+            return self._confirm(actor, self._try_losses(actor, unchanged_BA))
         if is_objective(self.repeater.spec.measure.loss) and not any(self._gather(self._is_wrong)):
             self.not_run.append("of the losses of an objective none is known that a job may have taken for it")
             return []
@@ -309,6 +319,8 @@ class PassTrials:
 
     def _try_losses(self, actor: TrialActor, log_probs_BA: Tensor) -> list[TrialResult]:
         """Try other losses of the same log-probs. All ranks must call this."""
+        if self._is_policy:
+            return self._try_policies(actor, log_probs_BA)
         recorded = self.own_pass.recorded
         num_tokens = sum(self.own_pass.record.result.row_action_tokens)
         tables = LossTables(
@@ -336,6 +348,97 @@ class PassTrials:
             )
         return self._join(own)
 
+    @property
+    def _is_policy(self) -> bool:
+        return self.repeater.spec.measure.loss == POLICY.name
+
+    def _find_with_own_loss(self, log_probs_BA: Tensor) -> list[Finding]:
+        """Hold log-probs against the job's, and the loss that the replay had: a trial computes no objective."""
+        own_loss = self.own_pass.record.result.loss if self.evaluator.has_objective else None
+        return self.evaluator.find(log_probs_BA, own_loss)
+
+    def _try_policies(self, actor: TrialActor, log_probs_BA: Tensor) -> list[TrialResult]:
+        """Try other policy losses of the same log-probs and notes. All ranks must call this."""
+        recorded = self.own_pass.recorded
+        dtypes = [] if recorded is None else list_dtypes(recorded, self.settings)
+        data = ObjectiveData.collect(self.call, self.batch)
+        is_known = is_of_log_probs(self.call, dtypes)
+        entropy_BA = None
+        if any(self._gather(not is_known)):
+            entropy_BA = actor.measure_entropies()
+        cases = [("", self._make_case(log_probs_BA, data, None if is_known else entropy_BA))]
+        temperature = self._fit_temperature(actor, cases[0][1], is_known=is_known)
+        temperatures = [found for found in self._gather(temperature) if found is not None]
+        if temperatures:
+            divided_BA = actor.compute(feed_as_captured(self.rows), partial(divide_logits, temperature=temperatures[0]))
+            cases.append((f"divides its logits by {temperatures[0]:g}", self._make_case(divided_BA, data, None)))
+        own: dict[str, OwnTrial] = {}
+        num_changes: dict[str, int] = {}
+        bound = MAX_COARSE_RESIDUAL if is_coarse(dtypes) else MAX_POLICY_RESIDUAL
+        for words, case in cases:
+            for trial in list_policy_trials(case) if not words else [case.make_plain_trial(words)]:
+                num_changes[trial.name] = trial.num_changes
+                own[trial.name] = OwnTrial(
+                    match=self._match_policy(log_probs_BA, trial, case, bound),
+                    cause=CauseName.OBJECTIVE,
+                    says=f"the job's policy loss {trial.says}; that gives {trial.loss:.6g}, the job has "
+                    f"{case.job_loss:.6g}, and the replay's settings give {self.own_pass.record.result.loss:.6g}",
+                    try_next=trial.try_next,
+                )
+        results = self._join(own)
+        # Two changes that do what one does are no rival of it.
+        fewest = min((num_changes.get(result.name, 2) for result in results if result.agrees), default=0)
+        return [result for result in results if not result.agrees or num_changes.get(result.name, 2) == fewest]
+
+    def _make_case(self, log_probs_BA: Tensor, data: ObjectiveData, entropy_BA: Tensor | None) -> PolicyCase:
+        mask_BA = self.rows.prepared.action_mask_BA
+        inputs = ObjectiveInputs(
+            log_probs_BA=log_probs_BA.detach().clone().requires_grad_(),
+            action_mask_BA=mask_BA,
+            recorded=data,
+            num_window_tokens=int(mask_BA.sum()),
+            num_window_passes=1,
+        )
+        job_loss = next((finding.recorded for finding in self.unchanged if finding.name == LOSS), math.nan)
+        return PolicyCase.make(inputs, self.repeater.spec.objective, job_loss, entropy_BA)
+
+    def _match_policy(self, log_probs_BA: Tensor, trial: PolicyTrial, case: PolicyCase, bound: float) -> TrialMatch:
+        """Hold a policy loss against the job's; its gradient, too, where that tells it from the replay's own."""
+        match = match_findings(self.unchanged, self.evaluator.find(log_probs_BA, trial.loss))
+        plain = case.plain_residual
+        is_told = trial.residual is not None and plain is not None and plain > MIN_POLICY_GAIN * bound
+        if trial.is_fitted and not is_told:
+            return TrialMatch(agrees=False)
+        if not match.agrees or trial.residual is None or plain is None:
+            return match
+        if trial.residual > bound:
+            return TrialMatch(agrees=False)
+        if not is_told:
+            return match
+        gain = min(match.gain, plain / max(trial.residual, bound / SURE_GAIN_A_TRIAL))
+        return replace(match, gain=gain, num_values=match.num_values + case.num_gradients)
+
+    def _fit_temperature(self, actor: TrialActor, case: PolicyCase, *, is_known: bool) -> float | None:
+        """Fit the temperature of the policy's loss to the gradient of the job's logits. All ranks must call this."""
+        places = None if is_known else case.select_gradients()
+        if not any(self._gather(places is not None)):
+            return None
+        slot_N = self.rows.prepared.slot_N[:1] if places is None else places
+        of_slot = {int(slot): place for place, slot in enumerate(self.rows.prepared.slot_N.tolist())}
+        place_N = torch.tensor([of_slot[int(slot)] for slot in slot_N])
+        prepared = self.rows.prepared
+        target_N = prepared.target_ids_N[place_N]
+        logits_NV = actor.read_logits(prepared.predictor_N[place_N], target_N)
+        if places is None or case.gradient_BA is None:
+            return None
+        gradient_N = case.gradient_BA.flatten()[slot_N]
+        logits = TargetLogits(logits_NV=logits_NV, target_N=target_N, gradient_N=gradient_N)
+        advantage_N, old_N = (
+            case.inputs.of_tokens(*names).flatten()[slot_N].double() for names in (ADVANTAGES, OLD_LOG_PROBS)
+        )
+        temperature, residual = fit_temperature(logits, advantage_N, old_N, case.spec)
+        return temperature if residual <= MAX_COARSE_RESIDUAL and abs(temperature - 1) > residual else None
+
     def _confirm(self, actor: TrialActor, results: list[TrialResult]) -> list[TrialResult]:
         """Try the same losses of further passes, as long as a doubt is left. All ranks must call this."""
         for own_pass in self.others:
@@ -354,7 +457,7 @@ class PassTrials:
         unchanged_BA = actor.compute(feed_as_captured(self.rows))
         if self._has_other_numbers(unchanged_BA, self.own_pass):
             return None
-        self.unchanged = self.evaluator.find(unchanged_BA)
+        self.unchanged = self._find_with_own_loss(unchanged_BA)
         is_right = self._has_right_forward or not self._is_wrong or not self._has_judged_log_probs
         return self._try_losses(actor, unchanged_BA) if all(self._gather(is_right)) else None
 

@@ -245,11 +245,23 @@ def round_logits(model: PreTrainedModel) -> Iterator[None]:
     def round_output(module: nn.Module, args: Any, output: Tensor) -> Tensor:
         return output.to(torch.bfloat16).to(output.dtype)
 
+    with _name_head(model).register_forward_hook(round_output):
+        yield
+
+
+@contextmanager
+def divide_logits(model: PreTrainedModel, temperature: float) -> Iterator[None]:
+    """Divide what the model's head returns within this context."""
+    with _name_head(model).register_forward_hook(lambda _, args, output: output / temperature):
+        yield
+
+
+def _name_head(model: PreTrainedModel) -> nn.Module:
+    """Return the model's head. Raises ValueError where it names none."""
     head = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
     if not isinstance(head, nn.Module):
         raise ValueError(f"{type(model).__name__} names no head")
-    with head.register_forward_hook(round_output):
-        yield
+    return head
 
 
 @contextmanager

@@ -173,6 +173,20 @@ class TrialActor:
         self._run(feed_as_captured(self.rows), None, predictor_N, target_N, kept_logits, keep)
         return read[0]
 
+    def measure_entropies(self) -> Tensor:
+        """Return the entropies [B, A] of the distributions of the replay's tokens. All ranks must call this."""
+        kept_logits = KeptLogits()
+        measured: list[Tensor] = []
+
+        def measure(log_probs_1N: Tensor) -> Tensor:
+            measured.append(kept_logits.compute_entropies().detach().double().cpu().flatten())
+            return log_probs_1N.sum()
+
+        prepared = self.rows.prepared
+        feed = feed_as_captured(self.rows)
+        self._run(feed, None, prepared.predictor_N, prepared.target_ids_N, kept_logits, measure)
+        return self.place(measured[0])
+
     def place(self, log_probs_N: Tensor) -> Tensor:
         """Return the replay's log-probs [B, A] with these values."""
         prepared = self.rows.prepared

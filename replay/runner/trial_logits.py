@@ -74,7 +74,7 @@ def list_logit_trials(logits: TargetLogits) -> Iterator[LogitTrial]:
     target_logit_N = logits.take(logits.logits_NV)
     plain_N = chance_N - 1
 
-    temperature, residual = _search(
+    temperature, residual = search_number(
         logits, lambda number: (logits.take((logits.logits_NV / number).softmax(dim=1)) - 1) / number, TEMPERATURES
     )
     yield LogitTrial(
@@ -82,7 +82,7 @@ def list_logit_trials(logits: TargetLogits) -> Iterator[LogitTrial]:
         says=f"is the cross entropy of logits that are divided by {temperature:.4g}, a temperature",
         residual=residual,
     )
-    cap, residual = _search(logits, lambda number: _differentiate_capped(logits, target_logit_N, number), CAPS)
+    cap, residual = search_number(logits, lambda number: _differentiate_capped(logits, target_logit_N, number), CAPS)
     yield LogitTrial(name="cap", says=f"is the cross entropy of logits that are capped at {cap:.4g}", residual=residual)
     entropy_N = log_sum_N - (chance_NV * logits.logits_NV).sum(dim=1)
     vocabulary = logits.logits_NV.shape[1]
@@ -135,7 +135,7 @@ def _differentiate_capped(logits: TargetLogits, target_logit_N: Tensor, cap: flo
     return (logits.take(capped_NV.softmax(dim=1)) - 1) * (1 - torch.tanh(target_logit_N / cap).square())
 
 
-def _search(
+def search_number(
     logits: TargetLogits, differentiate: Callable[[float], Tensor], bounds: tuple[float, float]
 ) -> tuple[float, float]:
     """Search the number under which the gradient is nearest to the job's; return it and what is left."""

@@ -1,0 +1,362 @@
+"""List policy losses that a job may have computed of the same log-probs and notes. Hypotheses as data.
+
+Each is the replay's own policy loss with one thing changed, then with two. Beside its value it has a gradient, which is
+held against the one that the job's logits had, where that was recorded.
+
+Shape letters: B rows, S tokens a row, A columns of the action mask (the last tokens of each row).
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from capture.file_format.micro_batch import LOSS_GRADIENTS, LOSS_TARGETS
+from replay.objective.inputs import ObjectiveInputs
+from replay.objective.policy import compute_clipped_loss, estimate_divergence, reduce_loss
+from replay.options.declarations.tensor_names import ADVANTAGES, OLD_LOG_PROBS, REF_LOG_PROBS
+from replay.options.spec import KlEstimator, ObjectiveSpec, Reduction
+from replay.runner.trial_logits import MAX_POSITIONS, TargetLogits, search_number
+from replay.verdict.causes.trial_rules import MANY_VALUES
+
+NEVER_CLIPPED = 1e9
+# Relative: two losses that are no further apart are the same one.
+SAME_LOSS = 1e-12
+# A policy's temperature lies between these.
+TEMPERATURES = (0.2, 5.0)
+CLIPS = (0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5)
+HIGH_CLIPS = (0.2, 0.25, 0.28, 0.3, 0.4)
+# Digits that a person gives a coefficient, and the least that one is.
+COEFFICIENT_DIGITS, LEAST_COEFFICIENT = 3, 1e-4
+MEND_SETTINGS = "compare the settings of the job's policy loss with those that the line loss shows"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PolicyForm:
+    """A policy loss.
+
+    reduction    of `spec`, or `rows`: the sum divided by the rows; `places`: by all columns, `sum`: by nothing
+    takes_worse  the larger of the two losses is not taken, but the smaller
+    sign         -1 where the job goes the other way
+    ratio        `ratio`; `chance`: the chance itself; `log`: the log-prob itself
+    kl_sign      -1 where the divergence is rewarded
+    """
+
+    spec: ObjectiveSpec
+    reduction: str = ""
+    takes_worse: bool = True
+    sign: float = 1.0
+    ratio: str = "ratio"
+    kl_sign: float = 1.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PolicyChange:
+    """One change of a form; `says` is what the job's loss does, `typed` what makes the replay do the same."""
+
+    says: str
+    form: Mapping[str, Any]
+    spec: Mapping[str, Any]
+    typed: str = ""
+
+    @property
+    def keys(self) -> set[str]:
+        return {*self.form, *self.spec}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PolicyTrial:
+    """A policy loss of a pass: its value, and how far its gradient is from the job's.
+
+    residual  relative, of the gradients of the targets' logits; None where the job recorded none
+    is_fitted  to the job's loss, so that its value proves nothing
+    """
+
+    name: str
+    loss: float
+    residual: float | None
+    says: str
+    try_next: str
+    num_changes: int = 1
+    is_fitted: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PolicyCase:
+    """What the losses of a pass are computed of; `gradient_BA` of the targets' logits in the job, or None.
+
+    entropy_BA  of the distributions, without a graph; None where the job's gradient shows no entropy
+    """
+
+    inputs: ObjectiveInputs
+    spec: ObjectiveSpec
+    job_loss: float
+    gradient_BA: Tensor | None
+    entropy_BA: Tensor | None = None
+
+    @classmethod
+    def make(
+        cls,
+        inputs: ObjectiveInputs,
+        spec: ObjectiveSpec,
+        job_loss: float,
+        entropy_BA: Tensor | None,
+    ) -> "PolicyCase":
+        return cls(
+            inputs=inputs,
+            spec=spec,
+            job_loss=job_loss,
+            gradient_BA=_place_gradients(inputs),
+            entropy_BA=entropy_BA,
+        )
+
+    def compute(self, form: PolicyForm) -> Tensor:
+        """Compute the loss under a form, with its graph."""
+        return self._reduce(self._compute_tokens(form), form)
+
+    @property
+    def plain_residual(self) -> float | None:
+        """How far the gradient of the replay's own loss is from the job's."""
+        return self.measure_residual(self.compute(PolicyForm(spec=self.spec)))
+
+    @property
+    def num_gradients(self) -> int:
+        return 0 if self.gradient_BA is None else int((self.gradient_BA != 0).sum())
+
+    def select_gradients(self) -> Tensor | None:
+        """Select places in the flattened [B, A] at which the job has a gradient; None if there are too few."""
+        if self.gradient_BA is None:
+            return None
+        place_N = ((self.gradient_BA != 0) & self.inputs.action_mask_BA).flatten().nonzero()[:, 0]
+        if len(place_N) < MANY_VALUES:
+            return None
+        return place_N[torch.linspace(0, len(place_N) - 1, min(len(place_N), MAX_POSITIONS)).long()]
+
+    def make_plain_trial(self, words: str) -> PolicyTrial:
+        """Make the trial of the replay's own settings of these log-probs, which are a trial's already."""
+        value = float(self.compute(PolicyForm(spec=self.spec)).detach())
+        return PolicyTrial(name=f"policy {words}", loss=value, residual=None, says=words, try_next=MEND_SETTINGS)
+
+    def _compute_tokens(self, form: PolicyForm) -> Tensor:
+        inputs, spec = self.inputs, form.spec
+        log_probs_BA = inputs.log_probs_BA
+        advantages_BA = inputs.of_tokens(*ADVANTAGES).to(log_probs_BA.dtype)
+        old_BA = log_probs_BA.detach() if spec.on_policy else inputs.of_tokens(*OLD_LOG_PROBS).to(log_probs_BA.dtype)
+        match form.ratio:
+            case "log":
+                loss_BA = -log_probs_BA * advantages_BA
+            case "chance":
+                loss_BA = compute_clipped_loss(log_probs_BA, torch.zeros_like(old_BA), advantages_BA, spec)
+            case _ if form.takes_worse:
+                loss_BA = compute_clipped_loss(log_probs_BA, old_BA, advantages_BA, spec)
+            case _:
+                loss_BA = -compute_clipped_loss(log_probs_BA, old_BA, -advantages_BA, spec)
+        loss_BA = form.sign * loss_BA
+        if spec.kl_coefficient:
+            reference_BA = inputs.of_tokens(*REF_LOG_PROBS).to(log_probs_BA.dtype)
+            divergence_BA = estimate_divergence(log_probs_BA, reference_BA, spec.kl)
+            loss_BA = loss_BA + form.kl_sign * spec.kl_coefficient * divergence_BA
+        return loss_BA
+
+    def _reduce(self, loss_BA: Tensor, form: PolicyForm) -> Tensor:
+        if not form.reduction:
+            return reduce_loss(loss_BA, self.inputs, form.spec)
+        total = torch.where(self.inputs.action_mask_BA, loss_BA, 0.0).sum()
+        divisors = {"rows": len(loss_BA), "places": loss_BA.numel(), "sum": 1}
+        return total / divisors[form.reduction]
+
+    def measure_residual(
+        self, loss: Tensor, entropy_weight: float = 0.0, form: PolicyForm | None = None
+    ) -> float | None:
+        """Measure how far the gradient of the targets' logits is from the job's, relatively and up to a factor."""
+        if self.gradient_BA is None:
+            return None
+        log_probs_BA = self.inputs.log_probs_BA
+        (weight_BA,) = torch.autograd.grad(loss, log_probs_BA, retain_graph=True)
+        chance_BA = log_probs_BA.detach().exp()
+        own_BA = weight_BA * (1 - chance_BA)
+        if entropy_weight and self.entropy_BA is not None and form is not None:
+            ones_BA = torch.ones_like(log_probs_BA).requires_grad_()
+            (share_BA,) = torch.autograd.grad(self._reduce(ones_BA, form), ones_BA)
+            slope_BA = -chance_BA * (log_probs_BA.detach() + self.entropy_BA)
+            own_BA = own_BA - entropy_weight * share_BA * slope_BA
+        mask_BA = self.inputs.action_mask_BA
+        own_BA = torch.where(mask_BA, own_BA, 0.0)
+        length = float(own_BA.square().sum())
+        factor = max(float((self.gradient_BA * own_BA).sum()) / length, 0.0) if length > 0 else 0.0
+        return float((self.gradient_BA - factor * own_BA).norm() / self.gradient_BA.norm().clamp(min=1e-30))
+
+
+def _place_gradients(inputs: ObjectiveInputs) -> Tensor | None:
+    """Place the recorded gradients [B, A] at the tokens that they predict; None if there are none."""
+    gradient_BS, target_BS = inputs.find(LOSS_GRADIENTS), inputs.find(LOSS_TARGETS)
+    num_actions = inputs.log_probs_BA.shape[1]
+    if gradient_BS is None or target_BS is None or num_actions >= gradient_BS.shape[1]:
+        return None
+    return gradient_BS[:, -num_actions - 1 : -1].to(inputs.log_probs_BA.dtype)
+
+
+def list_policy_trials(case: PolicyCase) -> Iterator[PolicyTrial]:
+    """Yield the losses with one change, then with two; of several with one value the one with the fewest changes."""
+    plain = PolicyForm(spec=case.spec)
+    own_value = float(case.compute(plain).detach())
+    # A change that this pass does not show is left out.
+    changes = [
+        change for change in _list_changes(case) if not _is_same(_compute_value(case, plain, (change,)), own_value)
+    ]
+    pairs = [
+        (first, second)
+        for number, first in enumerate(changes)
+        for second in changes[number + 1 :]
+        if not first.keys & second.keys
+    ]
+    seen = [own_value]
+    for chosen in [*((change,) for change in changes), *pairs]:
+        loss = case.compute(_apply(plain, chosen))
+        value = float(loss.detach())
+        if any(_is_same(value, other) for other in seen):
+            continue
+        seen.append(value)
+        yield _make_trial(chosen, value, case.measure_residual(loss))
+    for chosen in [(), *((change,) for change in changes)]:
+        yield from _fit_terms(case, _apply(plain, chosen), chosen)
+
+
+def _apply(form: PolicyForm, chosen: Sequence[PolicyChange]) -> PolicyForm:
+    for change in chosen:
+        form = replace(form, **change.form, spec=replace(form.spec, **change.spec))
+    return form
+
+
+def _compute_value(case: PolicyCase, form: PolicyForm, chosen: Sequence[PolicyChange]) -> float:
+    return float(case.compute(_apply(form, chosen)).detach())
+
+
+def _is_same(value: float, other: float) -> bool:
+    return abs(value - other) <= SAME_LOSS * abs(other)
+
+
+def _list_changes(case: PolicyCase) -> Iterator[PolicyChange]:
+    spec = case.spec
+    yield PolicyChange(says="does not clip the ratio", form={}, spec={"clip_low": 1.0, "clip_high": NEVER_CLIPPED},
+                       typed="--clip-low 1 --clip-high 1e9")  # fmt: skip
+    for name, reduction in (
+        ("the mean of the sequences' means", Reduction.SEQUENCES),
+        ("the mean over its tokens", Reduction.TOKENS),
+    ):
+        if spec.reduction is not reduction:
+            yield PolicyChange(says=f"is {name}", form={}, spec={"reduction": reduction, "divisor": None},
+                               typed=f"--reduction {reduction}")  # fmt: skip
+    num_rows, num_columns = case.inputs.log_probs_BA.shape
+    for says, reduction_name in (
+        (f"is the sum over its tokens divided by the {num_rows} rows, not by the tokens", "rows"),
+        (f"is divided by all {num_rows * num_columns} places of the rows, not by the action tokens", "places"),
+        ("is the sum over its tokens, not their mean", "sum"),
+    ):
+        yield PolicyChange(says=says, form={"reduction": reduction_name}, spec={})
+    yield PolicyChange(says="has the other sign: it goes down where the advantage is negative",
+                       form={"sign": -1.0}, spec={})  # fmt: skip
+    yield PolicyChange(says="takes the larger of the clipped and the unclipped gain, not the smaller",
+                       form={"takes_worse": False}, spec={})  # fmt: skip
+    yield PolicyChange(says="has the chances of the tokens in place of their ratio to the old ones",
+                       form={"ratio": "chance"}, spec={})  # fmt: skip
+    yield PolicyChange(says="is the advantage times the log-prob: it has no ratio to the old log-probs",
+                       form={"ratio": "log"}, spec={})  # fmt: skip
+    yield PolicyChange(says="has the pass's own log-probs for the old ones, so that each ratio is 1", form={},
+                       spec={"on_policy": True}, typed="--on-policy")  # fmt: skip
+    for low in CLIPS:
+        yield PolicyChange(
+            says=f"clips the ratio to {1 - low:g} ... {1 + low:g}",
+            form={},
+            spec={"clip_low": low, "clip_high": None},
+            typed=f"--clip-low {low:g}",
+        )
+    for high in HIGH_CLIPS:
+        yield PolicyChange(
+            says=f"clips the ratio to no more than {1 + high:g}",
+            form={},
+            spec={"clip_high": high},
+            typed=f"--clip-high {high:g}",
+        )
+    for bound in (2.0, 3.0, 10.0):
+        yield PolicyChange(
+            says=f"is at most {bound:g} times a negative advantage (dual clip)",
+            form={},
+            spec={"dual_clip": bound},
+            typed=f"--dual-clip {bound:g}",
+        )
+
+
+def _fit_terms(case: PolicyCase, form: PolicyForm, chosen: Sequence[PolicyChange]) -> Iterator[PolicyTrial]:
+    """Yield the loss with a divergence or an entropy in it, whose weight is what the job's loss leaves for it."""
+    loss = case.compute(form)
+    rest = case.job_loss - float(loss.detach())
+    if case.inputs.find(*REF_LOG_PROBS) is not None and not form.spec.kl_coefficient:
+        for estimator in KlEstimator:
+            unit = replace(form, spec=replace(form.spec, kl=estimator, kl_coefficient=1.0))
+            weight = _round(rest, float((case.compute(unit) - loss).detach()))
+            if not weight:
+                continue
+            spec = replace(form.spec, kl=estimator, kl_coefficient=abs(weight))
+            with_term = case.compute(replace(form, spec=spec, kl_sign=1.0 if weight > 0 else -1.0))
+            what = "adds" if weight > 0 else "rewards the divergence from the reference: it subtracts"
+            typed = f"--kl {estimator} --kl-coefficient {weight:g}" if weight > 0 else ""
+            change = PolicyChange(
+                says=f"{what} {abs(weight):g} times {estimator} of the reference", form={}, spec={}, typed=typed
+            )
+            yield _make_trial(
+                (*chosen, change), float(with_term.detach()), case.measure_residual(with_term), is_fitted=True
+            )
+    if case.entropy_BA is not None and not form.spec.entropy_coefficient:
+        mean = float(case._reduce(case.entropy_BA, form))
+        weight = _round(-rest, mean)
+        if weight:
+            what = "subtracts" if weight > 0 else "punishes entropy: it adds"
+            change = PolicyChange(
+                says=f"{what} {abs(weight):g} times the entropy",
+                form={},
+                spec={},
+                typed=f"--entropy-coefficient {weight:g}" if weight > 0 else "",
+            )
+            residual = case.measure_residual(loss, weight, form)
+            yield _make_trial((*chosen, change), float(loss.detach()) - weight * mean, residual, is_fitted=True)
+
+
+def _round(rest: float, unit: float) -> float:
+    """Round what is left by the term's size to the digits of a coefficient; 0 where there is no term."""
+    weight = float(f"{rest / unit:.{COEFFICIENT_DIGITS}g}") if abs(unit) > 1e-9 else 0.0
+    return weight if abs(weight) >= LEAST_COEFFICIENT else 0.0
+
+
+def _make_trial(
+    chosen: Sequence[PolicyChange], loss: float, residual: float | None, *, is_fitted: bool = False
+) -> PolicyTrial:
+    typed = " ".join(change.typed for change in chosen if change.typed)
+    says = " and ".join(change.says for change in chosen)
+    try_next = f"if the job is meant so: {typed}; else {MEND_SETTINGS}" if typed else MEND_SETTINGS
+    return PolicyTrial(
+        name=f"policy {says}",
+        loss=loss,
+        residual=residual,
+        says=says,
+        try_next=try_next,
+        num_changes=len(chosen),
+        is_fitted=is_fitted,
+    )
+
+
+def fit_temperature(
+    logits: TargetLogits, advantage_N: Tensor, old_N: Tensor, spec: ObjectiveSpec
+) -> tuple[float, float]:
+    """Fit the number that the job divides its logits by before its clipped loss; return it and what is left."""
+
+    def differentiate(temperature: float) -> Tensor:
+        log_probs_N = logits.take((logits.logits_NV / temperature).log_softmax(dim=1)).requires_grad_()
+        loss = compute_clipped_loss(log_probs_N, old_N, advantage_N, spec).sum()
+        (weight_N,) = torch.autograd.grad(loss, log_probs_N)
+        return weight_N * (1 - log_probs_N.detach().exp()) / temperature
+
+    number, residual = search_number(logits, differentiate, TEMPERATURES)
+    return float(f"{number:.{COEFFICIENT_DIGITS}g}"), residual
