@@ -156,6 +156,21 @@ class PassTrials:
             not_run=self.not_run,
         )
 
+    def run_on_replayed_log_probs(self) -> TrialReport:
+        """Try policy losses of the log-probs that the replay had, by weights that no actor has any longer.
+
+        All ranks must call this.
+        """
+        values = self.own_pass.replayed.all_action_log_probs
+        mask_BA = self.rows.prepared.action_mask_BA
+        results: list[TrialResult] = []
+        # A packed row may have other columns.
+        if not any(self._gather(len(values) != mask_BA.numel())):
+            log_probs_BA = torch.tensor([value or 0.0 for value in values], dtype=torch.float64).view(mask_BA.shape)
+            self.unchanged = self._find_with_own_loss(log_probs_BA)
+            results = self._try_policies(None, log_probs_BA)
+        return TrialReport(index=self.own_pass.record.index, results=results, log_probs_agree=self._has_right_forward)
+
     def _open(self, spec: ResolvedReplay) -> AbstractContextManager[TrialActor]:
         repeater = self.repeater
         return TrialActor.open(
@@ -357,19 +372,22 @@ class PassTrials:
         own_loss = self.own_pass.record.result.loss if self.evaluator.has_objective else None
         return self.evaluator.find(log_probs_BA, own_loss)
 
-    def _try_policies(self, actor: TrialActor, log_probs_BA: Tensor) -> list[TrialResult]:
-        """Try other policy losses of the same log-probs and notes. All ranks must call this."""
+    def _try_policies(self, actor: TrialActor | None, log_probs_BA: Tensor) -> list[TrialResult]:
+        """Try other policy losses of the same log-probs and notes. All ranks must call this.
+
+        actor  computes entropies and logits; None: without them
+        """
         recorded = self.own_pass.recorded
         dtypes = [] if recorded is None else list_dtypes(recorded, self.settings)
         data = ObjectiveData.collect(self.call, self.batch)
         is_known = is_of_log_probs(self.call, dtypes)
         entropy_BA = None
-        if any(self._gather(not is_known)):
+        if actor is not None and any(self._gather(not is_known)):
             entropy_BA = actor.measure_entropies()
         cases = [("", self._make_case(log_probs_BA, data, None if is_known else entropy_BA))]
-        temperature = self._fit_temperature(actor, cases[0][1], is_known=is_known)
+        temperature = None if actor is None else self._fit_temperature(actor, cases[0][1], is_known=is_known)
         temperatures = [found for found in self._gather(temperature) if found is not None]
-        if temperatures:
+        if actor is not None and temperatures:
             divided_BA = actor.compute(feed_as_captured(self.rows), partial(divide_logits, temperature=temperatures[0]))
             cases.append((f"divides its logits by {temperatures[0]:g}", self._make_case(divided_BA, data, None)))
         own: dict[str, OwnTrial] = {}

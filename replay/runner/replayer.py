@@ -25,6 +25,7 @@ from replay.objective.objective import (
     padding_may_predict_label,
     select_loss_tokens,
 )
+from replay.options.declarations.policy import POLICY
 from replay.options.option_parsing import format_error_with_flags
 from replay.options.resolved import ResolvedReplay
 from replay.options.spec import WindowWeights
@@ -79,6 +80,9 @@ from replay.verdict.recorded_pass import (
 from replay.verdict.special_tokens import SpecialTokens
 from replay.verdict.weight_check import WeightChecker
 from replay.watch.progress import RankPhase, Tracker
+
+# Of so many passes whose noted policy loss is another one, by more than this, all log-probs are kept.
+MAX_KEPT_FOR_TRIALS, MIN_LOSS_DIFFERENCE = 2, 1e-5
 
 
 class ReopeningError(RuntimeError):
@@ -181,6 +185,7 @@ class Replayer:
         self._is_pass_counted = False
         self._random_draw_counter = RandomDrawCounter()
         self._objective = Objective.open(spec)
+        self._num_kept_for_trials = 0
         self._kept_logits = (
             KeptLogits() if self._objective is not None and self._objective.needs_logits_or_entropies else None
         )
@@ -553,6 +558,16 @@ class Replayer:
             self.reopenable_actor.backend, inputs_without_backward, have_weights_changed=False
         )
 
+    def _is_of_another_policy_loss(self, outcome: PassOutcome, captured_call: CapturedCall) -> bool:
+        """Tell whether the job noted another policy loss: then losses are tried, of the weights of this pass."""
+        noted = captured_call.outputs.get("noted_loss")
+        is_policy = self._objective is not None and self._objective.loss == POLICY.name
+        if not is_policy or not isinstance(noted, float) or self._num_kept_for_trials >= MAX_KEPT_FOR_TRIALS:
+            return False
+        is_other = abs(noted - outcome.loss.item()) > MIN_LOSS_DIFFERENCE * max(1.0, abs(noted))
+        self._num_kept_for_trials += is_other
+        return is_other
+
     def _collect_log_probs(
         self, outcome: PassOutcome, inputs: PassInputs, captured_call: CapturedCall, batch: MicroBatch
     ) -> tuple[Sequence[float | None], Sequence[float | None]]:
@@ -566,6 +581,7 @@ class Replayer:
         targets = find_targets_equal_to_input_tokens(with_rows_reversed(batch) if is_reversed else batch)
         action_mask_BA = inputs.actor_inputs.action_mask_BA
         needs_all_action_tokens = self.details_folder is not None or _has_output_of_every_token(captured_call)
+        needs_all_action_tokens |= self._is_of_another_policy_loss(outcome, captured_call)
         at_recorded_positions = list_log_probs_at(
             outcome.log_probs_BA,
             action_mask_BA & targets.are_input_tokens_BA.to(self.world.device),
