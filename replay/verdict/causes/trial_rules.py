@@ -136,7 +136,7 @@ RULES = (
     _make_rule(
         CauseName.OBJECTIVE,
         means="the job's loss is another function of the same log-probs or logits",
-        told_by="the job's loss, or its logits' gradient, comes out of another function: rows' means, a temperature, a clip",
+        told_by="the job's loss, or its logits' gradient, comes out of another function: a temperature, a clip",
         job="mean-of-rows",
     ),
 )
