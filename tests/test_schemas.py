@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from jsonschema import Draft202012Validator
 
 import replay
 from docs.write_schemas import DOCUMENTS, FOLDER, format_schema
@@ -134,6 +135,53 @@ def test_a_field_that_the_schema_lacks_is_noticed_where_this_version_wrote_it(lo
     run["statistics"]["modes"] = 1
     [breach] = written_json.list_breaches(run, "run")
     assert "Additional properties are not allowed ('modes' was unexpected)" in breach
+
+
+FRAGMENTS: list[dict[str, Any]] = [
+    {"description": "anything"},
+    *({"type": word} for word in ("array", "boolean", "integer", "null", "number", "object", "string")),
+    {"type": ["integer", "null"]},
+    {"enum": ["x", 1, None]},
+    {"const": True},
+    {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "number"}}]},
+    {"$ref": "#/$defs/List"},
+    {"type": "object", "properties": {"x": {"type": "integer"}, "y": {"$ref": "#/$defs/List"}}, "required": ["x"]},
+    {"properties": {"x": {}}, "additionalProperties": False},
+    {"properties": {"x": {}}, "additionalProperties": {"type": "string"}},
+    {"propertyNames": {"enum": ["x", "y"]}},
+    {"dependentRequired": {"x": ["y"]}},
+    {"prefixItems": [{"type": "string"}], "items": {"type": "integer"}, "minItems": 1, "maxItems": 2},
+]
+LIST: dict[str, Any] = {"anyOf": [{"type": "null"}, {"properties": {"x": {"$ref": "#/$defs/List"}}, "required": ["x"]}]}
+LISTS: list[Any] = [None, {"x": {}}]
+SCALARS: list[Any] = [None, True, False, 0, 1, 1.0, 2.5, "", "x", "y"]
+VALUES: list[Any] = [
+    *SCALARS,
+    *([], {}),
+    *([first, *more] for first in SCALARS for more in ([1.0], [2.5], [1, 1])),
+    *([first] for first in SCALARS),
+    *({"x": value} for value in SCALARS),
+    *({"x": value, "y": other} for value in SCALARS for other in LISTS),
+    *({"x": value, "z": "x"} for value in SCALARS),
+    {"x": {"x": None}},
+]
+
+
+def test_the_quick_check_says_what_a_validator_of_json_schemas_says(log: Path) -> None:
+    for fragment in FRAGMENTS:
+        validator = Draft202012Validator(fragment | {"$defs": {"List": LIST}})
+        check = written_json.make_check(fragment, {"List": LIST})
+        for value in VALUES:
+            assert check(value) == validator.is_valid(value), (fragment, value)
+    words = {word for fragment in [*FRAGMENTS, LIST] for word in fragment}
+    assert words >= set(written_json.KINDS), "each keyword that it knows is in a fragment"
+    with pytest.raises(KeyError, match="pattern"):
+        written_json.make_check({"pattern": "x"}, {})
+    run = json.loads((log / "run.json").read_text())
+    check, validator = written_json.find_closed_check("run"), written_json.find_closed_validator("run")
+    for name, value in {**run, "other": 1}.items():
+        for changed in ({**run, name: []}, {key: run[key] for key in run if key != name}, {**run, name: value}):
+            assert check(changed) == validator.is_valid(changed), (name, changed.get(name, "missing"))
 
 
 def test_a_result_of_a_campaign_is_held_against_the_schema_of_its_command(tmp_path: Path) -> None:
