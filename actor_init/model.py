@@ -201,8 +201,9 @@ class ModelVectors:
 
     @cached_property
     def _model(self) -> PreTrainedModel:
-        build = build_on_meta if INIT_FILLS_BUFFERS else build_with_values
-        return build(self._config, attention="eager", dtype=torch.float32)
+        if INIT_FILLS_BUFFERS:
+            return share_meta_model(self._config)
+        return build_with_values(self._config, attention="eager", dtype=torch.float32)
 
     def make_vector(self, name: str) -> Tensor:
         if name not in self._vectors:
@@ -218,13 +219,16 @@ class ModelVectors:
             # `torch.manual_seed` would seed the GPUs too, and note its callers for each kind of GPU that is not in use.
             seed = int.from_bytes(hashlib.sha256(module_name.encode()).digest()[:7], "little")
             torch.default_generator.manual_seed(seed)
-            for key, parameter in vectors.items():
-                values = torch.zeros_like(parameter, device="cpu") if parameter.is_meta else parameter.clone()
-                setattr(module, key, nn.Parameter(values))
-            _find_submodel(self._model, module_name)._init_weights(module)
-        vector: Tensor = module.get_parameter(parameter_name).detach()
-        for key, parameter in vectors.items():
-            setattr(module, key, parameter)
+            try:
+                for key, parameter in vectors.items():
+                    values = torch.zeros_like(parameter, device="cpu") if parameter.is_meta else parameter.clone()
+                    setattr(module, key, nn.Parameter(values))
+                _find_submodel(self._model, module_name)._init_weights(module)
+                vector: Tensor = module.get_parameter(parameter_name).detach()
+            finally:
+                # Others look at the same model.
+                for key, parameter in vectors.items():
+                    setattr(module, key, parameter)
         return vector
 
 
@@ -261,18 +265,42 @@ def build_on_meta(config: PretrainedConfig, *, attention: str, dtype: torch.dtyp
     return model
 
 
-def find_parameter_shapes(config: PretrainedConfig, adapter: Adapter | None = None) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the model's parameters by qualified name; a tied one is listed under each of its names."""
+def share_meta_model(config: PretrainedConfig) -> PreTrainedModel:
+    """Return the fp32 model on the meta device, built once for all that look at it in turn. Nobody may change it.
+
+    A model of many layers takes a good part of a replay's start to build. The last config's is kept.
+    """
+    # A user's function may build another model than before, so its config stands for the function as it was opened.
+    kind = id(config) if isinstance(config, CustomConfig) else type(config)
+    key = kind, config.to_json_string(use_diff=False)
+    if key not in _shared:
+        model = build_on_meta(config, attention="eager", dtype=torch.float32)
+        _shared.clear()
+        # With the config, whose id no other object gets while it is kept.
+        _shared[key] = config, model
+    return _shared[key][1]
+
+
+_shared: dict[tuple[object, str], tuple[PretrainedConfig, PreTrainedModel]] = {}
+
+
+def _build_adapted(config: PretrainedConfig, adapter: Adapter | None) -> PreTrainedModel:
+    if adapter is None:
+        return share_meta_model(config)
     model = build_on_meta(config, attention="eager", dtype=torch.float32)
     add_adapter(model, adapter)
+    return model
+
+
+def find_parameter_shapes(config: PretrainedConfig, adapter: Adapter | None = None) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the model's parameters by qualified name; a tied one is listed under each of its names."""
+    model = _build_adapted(config, adapter)
     return {name: tuple(parameter.shape) for name, parameter in model.named_parameters(remove_duplicate=False)}
 
 
 def list_parameter_names(config: PretrainedConfig, adapter: Adapter | None = None) -> list[str]:
     """List the model's parameters in their order; of a tied one the first of its names."""
-    model = build_on_meta(config, attention="eager", dtype=torch.float32)
-    add_adapter(model, adapter)
-    return [name for name, _ in model.named_parameters()]
+    return [name for name, _ in _build_adapted(config, adapter).named_parameters()]
 
 
 def list_broken_ties(config: PretrainedConfig, adapter: Adapter) -> list[tuple[list[str], list[str]]]:
@@ -311,7 +339,7 @@ def make_trainable(model: nn.Module, source: ModelSource) -> None:
 
 def count_parameters(config: PretrainedConfig) -> int:
     """Count the elements of the model's parameters; a tied one counts once."""
-    return count_elements(build_on_meta(config, attention="eager", dtype=torch.float32))
+    return count_elements(share_meta_model(config))
 
 
 def find_blocks(model: PreTrainedModel) -> list[tuple[str, nn.Module]]:

@@ -19,7 +19,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from actor_init.inputs.packing import ActorInputs
-from actor_init.model import build_on_meta, find_blocks
+from actor_init.model import find_blocks, share_meta_model
 from actor_init.parallel.token_rows import locate_token_rows
 from actor_init.spec import ActorSpec, Compile
 from actor_init.world import World
@@ -71,7 +71,7 @@ class LayerTracer:
         # The widths are those of the whole model, because a module's own width may be a rank's share.
         self._widths = {
             name: (module.in_features, module.out_features) if isinstance(module, nn.Linear) else (module.nx, module.nf)
-            for name, module in build_on_meta(config, attention="eager", dtype=torch.float32).named_modules()
+            for name, module in share_meta_model(config).named_modules()
             if isinstance(module, (nn.Linear, Conv1D))
         }
         self._with_all_heads = {

@@ -4,12 +4,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Self
 
-import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
 from actor_init.declarations.backends import find_backend_declaration
 from actor_init.declarations.backends.declaration import BytesPerParameter
-from actor_init.model import build_on_meta, count_parameters, find_blocks
+from actor_init.model import count_parameters, find_blocks, share_meta_model
 from actor_init.schedule_and_norm import TORCH_DTYPES
 from actor_init.spec import ActorSpec, Head
 from replay.options.spec import MeasureSpec
@@ -51,7 +50,7 @@ class PassSize:
     ) -> Self:
         """Return the size of a pass of so many tokens through `model`, which has `config`."""
         # A rank may hold only a part of `model`.
-        whole_model = build_on_meta(config, attention="eager", dtype=torch.float32)
+        whole_model = share_meta_model(config)
         blocks = find_blocks(whole_model)
         num_in_blocks = sum(parameter.numel() for _, block in blocks for parameter in block.parameters())
         compute_bytes = TORCH_DTYPES[spec.dtype].itemsize

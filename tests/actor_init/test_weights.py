@@ -1,5 +1,6 @@
 """Random weights depend on seed and name alone; a folder's weights are the folder's; tied weights stay tied."""
 
+import copy
 import hashlib
 import math
 from pathlib import Path
@@ -11,7 +12,17 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from actor_init import name_hash
-from actor_init.model import build_on_meta, find_model, materialise
+from actor_init.adapters import Adapter
+from actor_init.model import (
+    ModelVectors,
+    build_on_meta,
+    count_parameters,
+    find_model,
+    find_parameter_shapes,
+    list_parameter_names,
+    materialise,
+    share_meta_model,
+)
 from actor_init.spec import ActorSpec, UsageError
 from actor_init.weights import NORM_SPREAD, RandomWeights
 
@@ -53,6 +64,33 @@ def test_bf16_weights_are_the_fp32_ones() -> None:
     )
     for name, value in half.items():
         assert torch.equal(value, full[name]), name
+
+
+def test_a_model_that_is_only_looked_at_is_built_once_and_stays_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    configs = [find_model(ActorSpec(num_layers=num_layers), CONFIG, "test").config for num_layers in (2, 1)]
+    adapter = Adapter(name="default", settings={"r": 2, "target_modules": ["q_proj"]})
+    built: list[int] = []
+
+    def build_and_note(config: Any, **settings: Any) -> PreTrainedModel:
+        built.append(config.num_hidden_layers)
+        return build_on_meta(config, **settings)
+
+    monkeypatch.setattr("actor_init.model.build_on_meta", build_and_note)
+    for config in configs:
+        theirs = AutoModelForCausalLM.from_config(copy.deepcopy(config))
+        shapes = {name: tuple(parameter.shape) for name, parameter in theirs.named_parameters()}
+        for _ in range(2):
+            assert find_parameter_shapes(config) == shapes
+            assert list_parameter_names(config) == list(shapes)
+            assert count_parameters(config) == sum(map(math.prod, shapes.values()))
+            for name in ("model.norm.weight", "model.layers.0.self_attn.q_proj.bias"):
+                vector = ModelVectors(config).make_vector(name)
+                assert torch.equal(vector, torch.full(vector.shape, float("norm" in name)))
+            assert all(parameter.is_meta for parameter in share_meta_model(config).parameters())
+        assert any("lora_A" in name for name in list_parameter_names(config, adapter))
+        assert list_parameter_names(config) == list(shapes)
+    # Once to look at, and once with the adapter in it.
+    assert built == [2, 2, 1, 1]
 
 
 def test_another_seed_and_another_name_give_other_values() -> None:
