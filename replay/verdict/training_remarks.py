@@ -17,6 +17,7 @@ from replay.verdict.judge import PassEvidence
 from replay.verdict.optimizer_facts import find_facts_of_ranks
 from replay.verdict.outcomes import Outcome, PassVerdict, Verdict
 from replay.verdict.pass_windows import group_into_windows
+from replay.verdict.rank_weights import have_same_weights_after
 from replay.verdict.recorded_pass import MOVED, NEXT_TOKENS, RecordedPass, match_parameter_name
 from replay.verdict.step_remarks import holds_no_trained_parameter, list_step_remarks
 
@@ -93,7 +94,9 @@ def _compare_ranks(passes: Sequence[PassEvidence]) -> Pairs:
         least=SAME_ON_RANKS,
     )
     gradients = min(filter(None, (gradients, _find_other_norms(steps))), default=None)
-    differences = [("weights before", weights), ("gradients, which were not averaged, in", gradients)]
+    is_averaged = gradients is not None and have_same_weights_after(whole, gradients[0] - 1)
+    when = "gradients, and the same weights after it, in" if is_averaged else "gradients, which were not averaged, in"
+    differences = [("weights before", weights), (when, gradients)]
     by_step = sorted((difference[0], what, difference[1]) for what, difference in differences if difference is not None)
     return [("ranks", f"the job's ranks had different {what} step {step}: {text}") for step, what, text in by_step]
 

@@ -499,6 +499,16 @@ def clipped_each(parameters: Mapping[str, nn.Parameter], max_norm: float) -> Any
     )
 
 
+def clipped_before_reduction(parameters: Mapping[str, nn.Parameter], max_norm: float) -> Any:
+    """Each rank its own gradient, and then their mean is taken."""
+    norm = nn.utils.clip_grad_norm_(parameters.values(), max_norm)
+    for parameter in parameters.values():
+        if parameter.grad is not None:
+            torch.distributed.all_reduce(parameter.grad)
+            parameter.grad /= torch.distributed.get_world_size()
+    return norm
+
+
 def clipped_by_own_shard(parameters: Mapping[str, nn.Parameter], max_norm: float) -> Any:
     """Each rank by the norm of what it holds."""
     gradients: list[Any] = [parameter.grad for parameter in parameters.values() if parameter.grad is not None]

@@ -284,6 +284,8 @@ _OPTIMIZER = broken_jobs(
      Fault(clip=f.clipped_each), {"replays": STEPS_CLIPPED}),
     ("clipped-each-pass", PLAIN, C.CLIPPED_EARLY, "gradients are clipped after each micro-batch", WINDOWS,
      Fault(clips_each_pass=0.4)),
+    ("ddp-clipped-before-reduction", DDP, C.CLIPPING, "each rank clips its own gradient, and then they are averaged",
+     CLIPPED_STEPS, Fault(wrapped=f.ddp_not_reduced, clip=f.clipped_before_reduction)),
     # The norm is another one because it is used before it is reduced.
     ("fsdp2-clipped-by-shard", FSDP2, (C.CLIPPING, C.CLIPPED_EARLY), "each rank clips by the norm of its own shards",
      CLIPPED, Fault(clip=f.clipped_by_own_shard), {"replays": STEPS_CLIPPED}),

@@ -68,6 +68,20 @@ def find_clipping_of_shards(evidence: CauseEvidence) -> Cause | None:
     )
 
 
+def name_clipping_before_reduction(window: Sequence[ComparedPass], norms: str, verdict: PassVerdict) -> Cause:
+    """Name the clipping of gradients that are each rank's own, and that the ranks average behind it."""
+    limits = {step.max_norm for step in list_steps(window) if step.max_norm is not None}
+    to = f" to a norm of {limits.pop():g}" if len(limits) == 1 else ""
+    return Cause(
+        name=CauseName.CLIPPING,
+        sureness=Sureness.PROBABLY,
+        sentence=f"each rank clips its own gradient{to} before the ranks average them, {name_time(verdict)}: before "
+        f"the clipping {norms}, and the weights after the step are the same on all ranks",
+        try_next="average the gradients over the ranks first, then clip",
+        explains=(*GRADIENT_FINDINGS, WEIGHTING),
+    )
+
+
 def find_round_number(norm: float) -> float | None:
     """Return the number that a person would clip to, if a norm is one; None if it is not."""
     rounded = float(f"{norm:.1g}")

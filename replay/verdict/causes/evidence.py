@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from replay.verdict.causes.cause import Cause, CauseName
 from replay.verdict.causes.trial import TrialReport
 from replay.verdict.findings import Finding, VerdictSettings
-from replay.verdict.gradient_findings import ComparedPass
+from replay.verdict.gradient_findings import ComparedPass, list_steps
 from replay.verdict.gradient_mix import SinglePassGradient
 from replay.verdict.outcomes import Outcome, PassVerdict
+from replay.verdict.rank_weights import have_same_weights_after
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,6 +54,11 @@ class CauseEvidence:
         wrong = None if self.is_forward_wrong else self.find_wrong(*names)
         window = None if wrong is None else self.find_window(wrong[0])
         return None if wrong is None or window is None else (*wrong, window)
+
+    def have_ranks_same_weights_after(self, window: Sequence[ComparedPass]) -> bool | None:
+        """Tell whether the job's ranks had the same weights behind the step of this window; None: not known."""
+        steps = list_steps(window)
+        return have_same_weights_after((each.recorded for each in self.passes), steps[0].number) if steps else None
 
     def list_wrong_names(self) -> list[str]:
         return list(dict.fromkeys(finding.name for _, finding in self.wrong))

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 
+from replay.output.text import name_some
 from replay.tolerances.job_bounds import GRADIENT_QUANTITIES
 from replay.verdict.causes.cause import Cause, CauseName, Sureness
 from replay.verdict.causes.clipping import (
@@ -12,6 +13,7 @@ from replay.verdict.causes.clipping import (
     find_clipping_of_shards,
     find_other_norm,
     find_round_number,
+    name_clipping_before_reduction,
     name_early_clipping,
 )
 from replay.verdict.causes.evidence import CauseEvidence, CauseRule, name_time
@@ -37,7 +39,13 @@ from replay.verdict.causes.wrong_gradient import (
 from replay.verdict.cleared_passes import find_cleared_passes
 from replay.verdict.dropout_masks import MaskStatus
 from replay.verdict.gradient_evidence import ComparedGradient
-from replay.verdict.gradient_findings import ANOTHER_LOSS, UNKNOWN_OBJECTIVE, ComparedPass, compute_job_weights
+from replay.verdict.gradient_findings import (
+    ANOTHER_LOSS,
+    UNKNOWN_OBJECTIVE,
+    ComparedPass,
+    compute_job_weights,
+    list_steps,
+)
 from replay.verdict.recorded_pass import MOVED, WEIGHTING
 
 
@@ -52,15 +60,30 @@ def find_ranks_own_gradients(evidence: CauseEvidence) -> Cause | None:
     own = [name for name in names if not _are_equal([by_rank[rank][name] for rank in ranks])]
     if not own:
         return None
-    norms = ", ".join(
-        f"rank {rank} has {math.hypot(*(by_rank[rank][name].job_norm or 0.0 for name in own)):.6g}"
-        for rank in ranks[:4]
+    norms = "its norm is " + name_some(
+        [f"{math.hypot(*(by_rank[rank][name].job_norm or 0.0 for name in own)):.6g} on rank {rank}" for rank in ranks],
+        4,
     )
+    what = name_parameters(own, list(wrong.gradient.parameters))
+    time = name_time(wrong.verdict)
+    is_clipped = all(step.max_norm is not None for step in list_steps(wrong.window))
+    is_shared = evidence.have_ranks_same_weights_after(wrong.window)
+    if is_shared and is_clipped:
+        return name_clipping_before_reduction(wrong.window, norms, wrong.verdict)
+    if is_shared:
+        return Cause(
+            name=CauseName.NOT_REDUCED,
+            sureness=Sureness.PROBABLY,
+            sentence=f"the ranks average the gradients of {what} only in the optimizer's step, or its weights after "
+            f"it, {time}: before it {norms}, and the weights after it are the same on all ranks",
+            try_next="average the gradients before the step; what the ranks do in it or after it is not replayed",
+            explains=(*GRADIENT_FINDINGS, WEIGHTING),
+        )
     return Cause(
         name=CauseName.NOT_REDUCED,
-        sureness=Sureness.IS,
-        sentence=f"the ranks do not average the gradients of {name_parameters(own, list(wrong.gradient.parameters))}, "
-        f"{name_time(wrong.verdict)}: each rank steps with its own, of norm {norms}",
+        # What is clipped is recorded before that. The ranks may average behind it, and no weights tell.
+        sureness=Sureness.PROBABLY if is_clipped and is_shared is None else Sureness.IS,
+        sentence=f"the ranks do not average the gradients of {what}, {time}: each steps with its own, and {norms}",
         try_next="look for parameters in no group of the wrapper, as where fully_shard was not called on the root"
         if len(names) < len(wrong.gradient.parameters)
         else "look for no_sync, a communication hook, or parameters that the wrapper was told to ignore, or that were "

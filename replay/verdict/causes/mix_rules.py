@@ -1,6 +1,7 @@
 """Tell which passes a step's gradient is of, from the gradients of its passes alone."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from replay.tolerances.difference import is_coarse
 from replay.tolerances.job_bounds import GRADIENT_QUANTITIES
@@ -8,6 +9,7 @@ from replay.verdict.causes.cause import Cause, CauseName, Sureness
 from replay.verdict.causes.clipping import CLIP_ONCE, clips_parts
 from replay.verdict.causes.evidence import CauseEvidence, CauseRule, name_time
 from replay.verdict.findings import list_dtypes
+from replay.verdict.gradient_findings import list_steps
 from replay.verdict.gradient_mix import GradientMix, SinglePassGradient, find_mixes
 from replay.verdict.recorded_pass import WEIGHTING
 
@@ -34,8 +36,15 @@ def find_other_mix(evidence: CauseEvidence) -> Cause | None:
     left_out = {mix.rank: [abs(share) <= tolerance for share in mix.shares] for mix in mixes}
     time = name_time(wrong[0])
     ranks = sorted({gradient.rank for gradient in gradients})
+    is_alike = all(flags == left_out[mixes[0].rank] for flags in left_out.values())
+    is_shared = evidence.have_ranks_same_weights_after(window)
+    if is_shared and not is_alike:
+        # The ranks averaged what was recorded of each: `find_ranks_own_gradients` tells it.
+        return None
     if any(any(flags) for flags in left_out.values()):
-        return _describe_left_out(gradients, left_out, ranks, time)
+        cause = _describe_left_out(gradients, left_out, ranks, time)
+        may_average_later = is_shared is None and not is_alike and list_steps(window)[0].max_norm is not None
+        return replace(cause, sureness=Sureness.PROBABLY) if may_average_later else cause
     if _has_other_shares(mixes, tolerance):
         if clips_parts(window):
             return Cause(

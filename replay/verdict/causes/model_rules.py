@@ -165,6 +165,9 @@ def find_model_difference(evidence: CauseEvidence) -> Cause | None:
             for difference in differences
             if difference.kind not in OTHER_FORWARD_KINDS or not wrong.is_confined_to(difference.where)
         ]
+        if evidence.have_ranks_same_weights_after(wrong.window):
+            # What the wrapper leaves apart, the job averages by itself.
+            differences = [difference for difference in differences if difference.key != GRADIENT_SYNC]
     if is_forward and _has_stepped_before(evidence):
         # A parameter that is frozen stays behind, so the forward after a step is another one.
         kinds = (Kind.FROZEN, *kinds)

@@ -41,6 +41,21 @@ def test_a_parameter_whose_gradient_is_each_ranks_own_is_named() -> None:
     assert compare(SOUND, own, compared=NAMES[:1]) == []
 
 
+def test_gradients_that_were_averaged_behind_their_recording_are_not_called_not_averaged() -> None:
+    own = scale_gradients(SOUND, 1.5)
+    passes = []
+    for index, ranks in enumerate([(SOUND, own), (SOUND, SOUND)]):
+        for member in make_window(ranks, SOUND, index=index):
+            weights = WeightComparison(compared=tuple(NAMES))
+            samples = [
+                Sample(name=name, dtype="float32", shape=(1,), start=0, values=(float(index),)) for name in NAMES
+            ]
+            recorded = replace(member.recorded, weight_comparison=weights, samples=samples)
+            passes.append(PassEvidence(member.record, recorded, member.replayed))
+    [(_, text)] = _compare_ranks(passes)
+    assert text.startswith("the job's ranks had different gradients, and the same weights after it, in step 1")
+
+
 def test_weights_that_differ_are_shown_with_digits_that_differ() -> None:
     passes = []
     for rank, member in enumerate(make_window([SOUND] * 2, SOUND, index=1)):

@@ -5,12 +5,14 @@ from dataclasses import replace
 
 import pytest
 
+from capture.file_format.optimizer_step import Sample
 from replay.tolerances.job_bounds import GRAD_NORM, GRADIENT, NoiseFloor, name_signature_floor
 from replay.verdict.causes.cause import CauseName, Sureness
 from replay.verdict.causes.table import find_causes
 from replay.verdict.dropout_masks import PROVEN_MASKS
 from replay.verdict.findings import make_finding
 from replay.verdict.gradient_findings import UNKNOWN_OBJECTIVE
+from replay.verdict.gradient_mix import SinglePassGradient
 from replay.verdict.model_facts import ModelDifference, ModelDifferenceKind
 from replay.verdict.recorded_pass import MISSING_GRADIENT, OPTIMIZER
 from tests.replay.verdict.causes.made_evidence import (
@@ -21,6 +23,7 @@ from tests.replay.verdict.causes.made_evidence import (
     make_verdict,
     make_window,
     measure_norm,
+    sample_replay,
     scale_gradients,
     transpose_gradient,
 )
@@ -189,6 +192,52 @@ def test_ranks_with_gradients_of_their_own_did_not_reduce_them() -> None:
     cause = find_causes(evidence)[0]
     assert (cause.name, cause.sureness) == (CauseName.NOT_REDUCED, Sureness.IS)
     assert "all 7 parameters" in cause.sentence
+
+
+@pytest.mark.parametrize(
+    ("later_of_other_rank", "max_norm", "name", "sureness", "words"),
+    [
+        # What the optimizer steps with is each rank's own, as the weights show.
+        (0.75, 0.5, CauseName.NOT_REDUCED, Sureness.IS, "each steps with its own"),
+        (0.5, 0.5, CauseName.CLIPPING, Sureness.PROBABLY, "each rank clips its own gradient to a norm of 0.5 before"),
+        (0.5, None, CauseName.NOT_REDUCED, Sureness.PROBABLY, "only in the optimizer's step"),
+        # No pass behind the step tells, and what is clipped may be averaged later.
+        (None, 0.5, CauseName.NOT_REDUCED, Sureness.PROBABLY, "each steps with its own"),
+        # The step moved no weight: equal ones tell nothing.
+        (1.0, None, CauseName.NOT_REDUCED, Sureness.IS, "each steps with its own"),
+    ],
+)
+def test_ranks_with_the_same_weights_after_a_step_averaged_their_own_gradients(
+    later_of_other_rank: float | None, max_norm: float | None, name: CauseName, sureness: Sureness, words: str
+) -> None:
+    """All weights are 1 before the step; rank 0's are 0.5 after it, or 1 where the step moved none."""
+    window = [
+        replace(member, recorded=replace(member.recorded, step_after=replace(step, max_norm=max_norm)))
+        for member in make_window([SOUND, OTHER], add_gradients((0.5, SOUND), (0.5, OTHER)))
+        if (step := member.recorded.step_after) is not None
+    ]
+    later = [] if later_of_other_rank is None else make_window([SOUND, SOUND], SOUND, index=1)
+    evidence = make_gradient_evidence(window)
+    first_value = 1.0 if later_of_other_rank == 1.0 else 0.5
+    passes = [
+        replace(member, recorded=replace(member.recorded, samples=sample_weights(value)))
+        for member, value in zip([*window, *later], (1.0, 1.0, first_value, later_of_other_rank or 0.0), strict=False)
+    ]
+    evidence = replace(evidence, passes=passes)
+    cause = find_causes(evidence)[0]
+    assert (cause.name, cause.sureness) == (name, sureness)
+    assert words in cause.sentence
+    # What each pass's own gradient tells is no surer.
+    own = [
+        SinglePassGradient(index=0, data_rank=rank, rank=rank, forward=0, weight=0.5, gradient=sample_replay(gradients))
+        for rank, gradients in enumerate((SOUND, OTHER))
+    ]
+    cause = find_causes(replace(evidence, single_pass_gradients=own))[0]
+    assert (cause.name, cause.sureness) == (name, sureness)
+
+
+def sample_weights(value: float) -> list[Sample]:
+    return [Sample(name=name, dtype="float32", shape=(1,), start=0, values=(value,)) for name in NAMES]
 
 
 def test_gradients_that_are_as_many_times_the_mean_as_there_are_ranks_were_probably_summed() -> None:
