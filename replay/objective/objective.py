@@ -3,6 +3,7 @@
 An objective's module defines a `Formula`: its loss, what it needs of a capture, and its words for the header.
 """
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -152,18 +153,37 @@ class Objective:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class RowWeights:
+    """What the log-probs of one row weigh, of those that weigh something.
+
+    least, most  of targets that are not all but certain; 0 where all are
+    """
+
+    total: float
+    num_targets: int
+    least: float
+    most: float
+
+
+# Of a likelier target rounding leaves little of the weight that is taken from a gradient.
+MAX_CHANCE = 0.75
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class LogProbWeights:
     """What the log-probs weigh in a pass's loss: minus its derivatives by them.
 
     total  their sum, 1 for a negated mean of log-probs
     size   the sum of their sizes: how far the loss moves if each log-prob moves by 1, each in the worst direction
     least, most  of the log-probs that weigh something, and that are finite
+    rows   the same row by row, of rows with such log-probs
     """
 
     total: float = 1.0
     size: float = 1.0
     least: float = 0.0
     most: float = 0.0
+    rows: Sequence[RowWeights] = ()
 
 
 def measure_log_prob_weights(loss: Tensor, log_probs_BA: Tensor) -> LogProbWeights:
@@ -178,12 +198,30 @@ def measure_log_prob_weights(loss: Tensor, log_probs_BA: Tensor) -> LogProbWeigh
         return LogProbWeights()
     weights_BA = -gradient.detach()
     counts_BA = (weights_BA != 0) & weights_BA.isfinite()
-    least, most = (
-        torch.where(counts_BA, weights_BA, torch.inf).min(),
-        torch.where(counts_BA, weights_BA, -torch.inf).max(),
+    is_doubted_BA = counts_BA & (log_probs_BA.detach() < math.log(MAX_CHANCE))
+    by_row_7B = torch.stack(
+        [
+            weights_BA.sum(dim=1),
+            weights_BA.abs().sum(dim=1),
+            torch.where(counts_BA, weights_BA, torch.inf).amin(dim=1),
+            torch.where(counts_BA, weights_BA, -torch.inf).amax(dim=1),
+            counts_BA.sum(dim=1),
+            torch.where(is_doubted_BA, weights_BA, torch.inf).amin(dim=1),
+            torch.where(is_doubted_BA, weights_BA, -torch.inf).amax(dim=1),
+        ]
     )
-    numbers = torch.stack([weights_BA.sum(), weights_BA.abs().sum(), least, most]).tolist()
-    return LogProbWeights(total=numbers[0], size=numbers[1], least=numbers[2], most=numbers[3])
+    totals, sizes, leasts, mosts, counts, doubted_leasts, doubted_mosts = by_row_7B.tolist()
+    rows = [
+        RowWeights(
+            total=total,
+            num_targets=int(count),
+            least=least if least <= most else 0.0,
+            most=most if least <= most else 0.0,
+        )
+        for total, count, least, most in zip(totals, counts, doubted_leasts, doubted_mosts, strict=True)
+        if count
+    ]
+    return LogProbWeights(total=sum(totals), size=sum(sizes), least=min(leasts), most=max(mosts), rows=rows)
 
 
 def describe_loss(objective: Objective | None, spec: ReplayParts, first: CapturedCall | None, *, is_noted: bool) -> str:

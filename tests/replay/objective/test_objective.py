@@ -249,6 +249,8 @@ def test_log_probs_weigh_one_in_a_mean_and_in_a_policy_as_much_as_its_advantages
     weights = measure_log_prob_weights(-inputs.log_probs_BA[inputs.action_mask_BA].mean(), inputs.log_probs_BA)
     assert (weights.total, weights.size) == pytest.approx((1, 1))
     assert weights.least == weights.most == pytest.approx(1 / int(inputs.action_mask_BA.sum()))
+    assert sum(row.total for row in weights.rows) == pytest.approx(1)
+    assert [row.num_targets for row in weights.rows] == inputs.action_mask_BA.sum(dim=1).tolist()
     large = made(advantages=100 * inputs.tensors["advantages"])
     spec = ObjectiveSpec(on_policy=True)
     ours, hundredfold = (
