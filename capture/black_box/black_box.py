@@ -55,6 +55,8 @@ class SlowStepWatch:
 
     A median needs eight steps; a limit holds from the first one.
 
+    has_limit  False: no step is slow, and none needs to be timed
+
     `begin_step` belongs to the job's thread and `seconds_left` to the writer's; both call `pop_slow_step`. There is no
     lock: a signal's handler may stop the job's thread anywhere, and wait for the writer's.
     """
@@ -62,6 +64,7 @@ class SlowStepWatch:
     def __init__(self, factor: float | None = None, *, max_seconds: float | None = None) -> None:
         self._factor = factor
         self._max_seconds = max_seconds
+        self.has_limit = factor is not None or max_seconds is not None
         self._seconds: deque[float] = deque(maxlen=_NUM_STEPS_REMEMBERED)
         self._running: _RunningStep | None = None
         # Steps that took too long and have ended: the forward, the seconds that it took and those that it had.
@@ -157,7 +160,7 @@ class BlackBox(RecordingObserver):
         if begins_pass:
             self._position_page.was_reported = False
         self._position_page.write(self._recording)
-        if begins_pass and self._step_watch.begin_step(position.forward):
+        if begins_pass and self._step_watch.has_limit and self._step_watch.begin_step(position.forward):
             self.on_deadline()
 
     def on_error(self, error: BaseException, where: str) -> None:

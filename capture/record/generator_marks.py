@@ -6,8 +6,8 @@ A mark is short and stands for a whole state: two states with one mark are equal
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,8 +25,7 @@ _NUM_CUDA_BYTES = 16
 CPU_KIND = "cpu_kind"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class GeneratorSnapshot:
+class GeneratorSnapshot(NamedTuple):
     """The states of torch's generators where a forward begins or ends."""
 
     cpu: Tensor

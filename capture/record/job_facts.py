@@ -116,7 +116,7 @@ def select_architecture(config: dict[str, object]) -> dict[str, object]:
 
 def is_in_process_group() -> bool:
     """Tell whether the job has a process group now."""
-    return _HAS_DISTRIBUTED and torch.distributed.is_initialized()
+    return _HAS_DISTRIBUTED and torch.distributed.group.WORLD is not None
 
 
 def read_rank_and_world_size() -> tuple[int, int]:
@@ -188,16 +188,11 @@ class ModelDevices:
             model = self._model()
             devices = {parameter.device for parameter in model.parameters()} if model is not None else set()
             self._accelerators = sorted((other for other in devices if other.type not in ("cpu", "meta")), key=str)
-        return self._accelerators[0] if device.type == "cpu" and self._accelerators else device
+        return self._accelerators[0] if self._accelerators and device.type == "cpu" else device
 
     @property
     def are_several(self) -> bool:
         return self._accelerators is not None and len(self._accelerators) > 1
-
-
-def describe_call_settings(device: torch.device, model_settings: Mapping[str, str]) -> dict[str, str]:
-    """Return the settings that only the job's thread knows, device and autocast, beside those of the model."""
-    return {"device": read_device_name(device), "autocast": read_autocast_dtype(device.type), **model_settings}
 
 
 def read_autocast_dtype(device_type: str) -> str:

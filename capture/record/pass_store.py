@@ -213,7 +213,7 @@ class PassStore:
             left_out=snapshot.left_out,
             random=None if snapshot.random is None else snapshot.random.to_plain(),
             training=snapshot.training,
-            environment={**read_environment(), **snapshot.settings} if self._retention.reproduce else None,
+            environment=self._describe_environment(snapshot),
             weights=None if snapshot.weights is None else snapshot.weights.to_parameter_samples().to_json(),
             optimizer_step=None if snapshot.optimizer_step is None else self._count_taken(snapshot.optimizer_step),
             recording=self.recording_id,
@@ -232,6 +232,14 @@ class PassStore:
             self._held_passes.append(encoded)
         else:
             self._write(encoded)
+
+    def _describe_environment(self, snapshot: PassSnapshot) -> dict[str, str] | None:
+        if not self._retention.reproduce:
+            return None
+        environment = read_environment()
+        for settings in snapshot.settings:
+            environment.update(settings)
+        return environment
 
     def _write_model_facts(self, raw_facts: RawModelFacts) -> None:
         self._wait_for_copies(raw_facts.copy_events)

@@ -13,8 +13,7 @@ import sys
 import zlib
 from collections import OrderedDict
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -127,8 +126,7 @@ def find_sampled_positions(num_rows: int, num_tokens: int, device: torch.device)
     return _indices[key]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RandomSnapshot:
+class RandomSnapshot(NamedTuple):
     """The states of the random generators before a pass, as the generators' own objects."""
 
     python: tuple[Any, ...]

@@ -21,11 +21,11 @@ from capture.record.generator_marks import GeneratorSnapshot, take_generator_sna
 from capture.record.host_copy import ArgumentCopier, ArgumentCopies, copy_to_host, is_capturing_graph
 from capture.record.job_facts import (
     ModelDevices,
-    describe_call_settings,
     describe_model,
     find_attention_kernel,
     is_compiled,
     read_autocast_dtype,
+    read_device_name,
     read_versions,
 )
 from capture.record.model_facts import RawModelFacts
@@ -64,7 +64,7 @@ class PassSnapshot:
 
     make_origin     is called in the background, since it takes a while
     optimizer_step  number of the step that comes after the pass; None if steps are not recorded
-    settings        those that the environment of the process does not tell
+    settings        those that the environment of the process does not tell; later ones count
     training        which parts of the model train, as far as its beginning tells; None if that is not recorded
     notes           what was noted before the pass
     model_facts     what the model is, in the first recorded pass, and in the first one that trains
@@ -79,7 +79,7 @@ class PassSnapshot:
     random: RandomSnapshot | None
     weights: RawSamples | None
     optimizer_step: int | None
-    settings: Mapping[str, str]
+    settings: Sequence[Mapping[str, str]]
     training: TrainingMode | None = None
     notes: "PassNotes | None" = None
     model_facts: RawModelFacts | None = None
@@ -252,6 +252,8 @@ class SnapshotMaker:
         attention = find_attention_kernel(model)
         self._model_settings = describe_model(model) if reproduce else {}
         self._model_settings |= {} if attention is None else {"attention": attention}
+        # By device and autocast's dtype.
+        self._settings_by_device: dict[tuple[torch.device, str], dict[str, str]] = {}
         self._copier = ArgumentCopier()
         self._clock = clock
         self._model_name = model_name
@@ -308,11 +310,7 @@ class SnapshotMaker:
             to_copy[_PAIRS] = pair_mask.first_seen_BS
         weights = self._sample_weights_before(trains)
         device = self._devices.find(arguments.tensors)
-        settings = describe_call_settings(device, self._model_settings) if self._reproduce else {}
-        if self._gradient_sync is not None and trains:
-            settings |= self._gradient_sync.read()
-        if self._compute_dtype is not None:
-            settings |= self._compute_dtype.begin((trains, settings["autocast"]))
+        settings = self._read_settings(device, trains) if self._reproduce else ()
         self.has_labels = "labels" in to_copy or SHIFT_LABELS in to_copy
         if weights is not None:
             to_copy[_SAMPLES] = weights.values
@@ -340,6 +338,17 @@ class SnapshotMaker:
             model_facts=None if self._facts_taker is None else self._facts_taker.take(forward=forward, trains=trains),
             pair_mask=pair_mask,
         )
+
+    def _read_settings(self, device: torch.device, trains: bool) -> Sequence[Mapping[str, str]]:
+        """Read the settings of a pass, without making what is the same in each."""
+        autocast = read_autocast_dtype(device.type)
+        settings = self._settings_by_device.get((device, autocast))
+        if settings is None:
+            settings = {"device": read_device_name(device), "autocast": autocast, **self._model_settings}
+            self._settings_by_device[device, autocast] = settings
+        synced = self._gradient_sync.read() if self._gradient_sync is not None and trains else {}
+        computed = {} if self._compute_dtype is None else self._compute_dtype.begin((trains, autocast))
+        return settings, synced, computed
 
     def read_engine_scale(self) -> float:
         """Return what an engine around the model multiplies the loss by, 1 without one."""
