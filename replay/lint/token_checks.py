@@ -2,12 +2,13 @@
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from replay.lint.remark import LintRemark, LintSubject, Weight
 from replay.output.text import pluralise
 from replay.verdict.causes.cause import CauseName
 from replay.verdict.recorded_pass import RecordedPass
-from replay.verdict.token_traits import NUM_FIRST_TOKENS, RowTraits, TokenTraits
+from replay.verdict.token_traits import NUM_FIRST_TOKENS, RowTraits, TokenTraits, describe_inverted_mask
 
 # A run of padding at a row's edge is no chance from this length on; a shorter one has to stand in several rows.
 _CERTAIN_RUN = 4
@@ -28,6 +29,12 @@ _MIN_ALIKE = 4
 def check_tokens(subject: LintSubject) -> Iterator[LintRemark]:
     """Check the tokens of all passes."""
     traits = [recorded.tokens for recorded in subject.trained if recorded.tokens is not None]
+    if (text := describe_inverted_mask(traits)) is not None:
+        on_padding = sum(tokens.num_on_padding for tokens in traits)
+        text += f", with {pluralise(on_padding, 'label')}" if on_padding else ""
+        yield LintRemark(topic="mask", text=text, weight=Weight.WRONG_TARGETS, cause=CauseName.MASK)
+        # What else these masks seem to say of padding says the same.
+        traits = [replace(tokens, num_on_padding=0, num_between=0, padding_ids={}) for tokens in traits]
     yield from _check_loss_gradients(traits)
     yield from _check_loss_mask(traits)
     yield from _check_left_out(traits)

@@ -25,12 +25,13 @@ from capture.file_format.micro_batch import (
     find_padding_between_tokens,
     move_to_tokens,
 )
+from replay.output.text import pluralise
 from replay.verdict.special_tokens import SpecialTokens
 
 # So many of a row's first tokens are kept, to be compared with other rows'.
 NUM_FIRST_TOKENS = 16
-# Of more distinct ids of padding only so many are kept.
-_MAX_PADDING_IDS = 4
+# Of more distinct ids only so many are kept.
+_MAX_COMMONEST_IDS = 4
 # Where the label of a token may be found among the row's tokens, counted from the token itself.
 _OFFSETS = (-1, 0, 1, 2)
 # What jobs call the mask of the tokens that their loss is of.
@@ -74,9 +75,11 @@ class TokenTraits:
     rows               those that have a real token, and not one token alone
     has_mask           the job gave an attention mask
     largest_id         the largest id of all tokens, padding included
+    num_real           tokens inside the attention mask
+    real_ids           the commonest ids of these, with their numbers
     num_padding        tokens outside the attention mask
     num_between        those of them that have real tokens of their row on both sides
-    padding_ids        the commonest ids of these, with their numbers
+    padding_ids        the commonest ids of those outside, with their numbers
     has_shifted_labels the labels are those of `shift_labels`, which stand beside the token that predicts them
     num_labels         labels that count
     num_unlabelled     rows without such a label, where the job gave labels
@@ -111,6 +114,8 @@ class TokenTraits:
     rows: Sequence[RowTraits]
     has_mask: bool
     largest_id: int
+    num_real: int = 0
+    real_ids: Mapping[int, int] = field(default_factory=dict)
     num_padding: int = 0
     num_between: int = 0
     padding_ids: Mapping[int, int] = field(default_factory=dict)
@@ -147,7 +152,7 @@ class TokenTraits:
 def read_token_traits(call: CapturedCall, batch: MicroBatch, special_tokens: SpecialTokens) -> TokenTraits:
     """Read the traits of a pass; `batch` is as captured."""
     ids_BS, real_BS = batch.sequences_BS, batch.attention_mask_BS
-    padding_T = ids_BS[~real_BS]
+    real_T, padding_T = ids_BS[real_BS], ids_BS[~real_BS]
     labels_BS, has_shifted_labels = _find_labels(batch)
     # Each beside the token that it is of.
     token_labels_BS = labels_BS
@@ -170,6 +175,8 @@ def read_token_traits(call: CapturedCall, batch: MicroBatch, special_tokens: Spe
         rows=rows,
         has_mask="attention_mask" in call.tensors,
         largest_id=int(ids_BS.max()),
+        num_real=len(real_T),
+        real_ids=_count_commonest_ids(real_T),
         num_padding=len(padding_T),
         num_between=int(find_padding_between_tokens(real_BS).sum()),
         padding_ids=_count_commonest_ids(padding_T),
@@ -198,6 +205,23 @@ def read_token_traits(call: CapturedCall, batch: MicroBatch, special_tokens: Spe
     )
 
 
+def describe_inverted_mask(traits: Sequence[TokenTraits]) -> str | None:
+    """Say that the passes' masks call real what is padding; None where they do not, or where that cannot be told.
+
+    No text is of one id alone, and no padding of many.
+    """
+    masked = [tokens for tokens in traits if tokens.has_mask]
+    ids = {id_ for tokens in masked for id_ in tokens.real_ids}
+    shown, hidden = sum(tokens.num_real for tokens in masked), sum(tokens.num_padding for tokens in masked)
+    hides_texts = any(len(tokens.padding_ids) == _MAX_COMMONEST_IDS for tokens in masked)
+    if len(ids) != 1 or shown < _MIN_PADDING or not hides_texts:
+        return None
+    return (
+        f"the attention mask is inverted: the {pluralise(shown, 'token')} that it calls real are all id {ids.pop()}, "
+        f"and the {hidden} that it hides are the texts"
+    )
+
+
 def _find_labels(batch: MicroBatch) -> tuple[Tensor | None, bool]:
     """Return the labels of a batch, and whether each stands beside the token that predicts it instead of its own."""
     if batch.shift_labels is not None:
@@ -208,9 +232,9 @@ def _find_labels(batch: MicroBatch) -> tuple[Tensor | None, bool]:
 
 
 def _count_commonest_ids(ids_T: Tensor) -> dict[int, int]:
-    """Return the commonest of these ids, at most _MAX_PADDING_IDS, with how often each is there."""
+    """Return the commonest of these ids, at most _MAX_COMMONEST_IDS, with how often each is there."""
     distinct, counts = ids_T.unique(return_counts=True)
-    commonest = counts.argsort(descending=True)[:_MAX_PADDING_IDS]
+    commonest = counts.argsort(descending=True)[:_MAX_COMMONEST_IDS]
     return dict(zip(distinct[commonest].tolist(), counts[commonest].tolist(), strict=True))
 
 

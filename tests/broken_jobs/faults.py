@@ -9,7 +9,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.broken_jobs.declarations import At, Parameters
+from tests.broken_jobs import batches
+from tests.broken_jobs.declarations import At, Parameters, Setup
 
 ModelPatch = Callable[[Any], None]
 GradientPatch = Callable[[Parameters, At], None]
@@ -191,6 +192,17 @@ def not_shifted(model: Any) -> None:
 def labels_everywhere(model: Any) -> None:
     """The loss is over padding and prompts too."""
     arguments_changed(lambda given: given.update(labels=given["input_ids"]))(model)
+
+
+def mask_inverted() -> None:
+    """The collator calls padding real, and the texts padding."""
+    pad = batches._padded
+
+    def changed(setup: Setup, generator: torch.Generator, lengths: list[int], prompts: list[int]) -> dict[str, Tensor]:
+        batch = pad(setup, generator, lengths, prompts)
+        return {**batch, "attention_mask": 1 - batch["attention_mask"]}
+
+    batches._padded = changed
 
 
 def labels_of_prompts_too(model: Any) -> None:
@@ -504,8 +516,8 @@ def clipped_before_reduction(parameters: Mapping[str, nn.Parameter], max_norm: f
     norm = nn.utils.clip_grad_norm_(parameters.values(), max_norm)
     for parameter in parameters.values():
         if parameter.grad is not None:
-            torch.distributed.all_reduce(parameter.grad)
-            parameter.grad /= torch.distributed.get_world_size()
+            dist.all_reduce(parameter.grad)
+            parameter.grad /= dist.get_world_size()
     return norm
 
 

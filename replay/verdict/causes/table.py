@@ -17,6 +17,7 @@ from replay.verdict.causes import (
     model_rules,
     route_rules,
     step_rules,
+    token_rules,
     trial_rules,
     weight_rules,
 )
@@ -31,6 +32,7 @@ RULES = (
     *step_rules.RULES,
     *weight_rules.STEP_RULES,
     *route_rules.RULES,
+    *token_rules.RULES,
     *trial_rules.RULES,
     *model_rules.FIRST_RULES,
     *missing_rules.RULES,

@@ -123,6 +123,16 @@ def test_a_mask_that_leaves_out_real_tokens_is_told_by_the_padding_that_most_mas
     assert say([make_pass(change(cut, input_ids=torch.arange(1, 41).view(2, 20)))]) == []  # nothing says what pads
 
 
+def test_an_inverted_mask_is_said_in_place_of_what_it_makes_of_labels_and_padding() -> None:
+    rows = make_rows([9, 12, 10])
+    inverted = change(rows, attention_mask=1 - rows["attention_mask"])
+    expected = "mask: the attention mask is inverted: the 5 tokens that it calls real are all id 0, and the 31 that it "
+    assert say([make_pass(inverted)]) == [f"{expected}hides are the texts, with 25 labels"]
+    # A row of one token again and again may be a text where what is hidden is padding of one id.
+    repeated = change(rows, input_ids=rows["attention_mask"] * 7)
+    assert not any(text.startswith("mask") for text in say([make_pass(repeated)]))
+
+
 def test_padding_between_the_tokens_of_a_row_is_said_and_its_labels_are_not_of_padding() -> None:
     rows = make_rows([20, 12])
     rows["labels"] = rows["input_ids"].masked_fill(rows["attention_mask"] == 0, IGNORED)

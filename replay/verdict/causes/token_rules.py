@@ -1,0 +1,35 @@
+"""Tell that the tokens which a job fed are not what they were meant to be."""
+
+from replay.tolerances.job_bounds import GRADIENT_QUANTITIES, STEPPED
+from replay.verdict.causes.cause import Cause, CauseName, Sureness
+from replay.verdict.causes.evidence import CauseEvidence, CauseRule, name_time
+from replay.verdict.causes.trial import FORWARD_FINDINGS
+from replay.verdict.recorded_pass import OPTIMIZER_STATE
+from replay.verdict.token_traits import describe_inverted_mask
+
+
+def find_mask_of_padding(evidence: CauseEvidence) -> Cause | None:
+    """Tell that the attention mask hides the texts and shows the padding, so that the loss here is of no token."""
+    first = evidence.first_wrong
+    passes = [compared.recorded for compared in evidence.passes if compared.recorded.trains]
+    text = describe_inverted_mask([recorded.tokens for recorded in passes if recorded.tokens is not None])
+    if first is None or not evidence.is_forward_wrong or text is None:
+        return None
+    return Cause(
+        name=CauseName.MASK,
+        sureness=Sureness.IS,
+        sentence=f"{text}, {name_time(first)}",
+        try_next="an attention mask of 1 for tokens and 0 for padding",
+        explains=(*FORWARD_FINDINGS, *GRADIENT_QUANTITIES, OPTIMIZER_STATE, STEPPED),
+    )
+
+
+RULES = (
+    CauseRule(
+        name=CauseName.MASK,
+        find=find_mask_of_padding,
+        means="the attention mask is 1 for padding and 0 for tokens",
+        told_by="the tokens that the mask calls real, which are all of one id, and those that it hides",
+        job="mask-inverted",
+    ),
+)

@@ -1,0 +1,31 @@
+"""Which cause is told from the tokens that a job fed."""
+
+from dataclasses import replace
+
+from replay.tolerances.job_bounds import LOSS
+from replay.verdict.causes.cause import CauseName, Sureness
+from replay.verdict.causes.table import find_causes
+from replay.verdict.causes.token_rules import find_mask_of_padding
+from replay.verdict.recorded_pass import RecordedPass
+from tests.replay.lint.recorded import make_pass, make_rows
+from tests.replay.verdict.causes.made_evidence import draw_gradients, make_forward_evidence, make_window
+
+SOUND = draw_gradients()
+
+
+def make_rows_with_mask(*, is_inverted: bool) -> RecordedPass:
+    rows = make_rows([9, 12, 10])
+    return make_pass({**rows, "attention_mask": abs(int(is_inverted) - rows["attention_mask"])})
+
+
+def test_a_mask_that_shows_padding_alone_is_inverted() -> None:
+    evidence = make_forward_evidence(LOSS)
+    [compared] = make_window([SOUND], SOUND)
+    inverted, sound = (
+        replace(evidence, passes=[replace(compared, recorded=make_rows_with_mask(is_inverted=flag))])
+        for flag in (True, False)
+    )
+    cause = find_causes(inverted)[0]
+    assert (cause.name, cause.sureness) == (CauseName.MASK, Sureness.IS)
+    assert "inverted: the 5 tokens that it calls real are all id 0, and the 31 that it hides" in cause.sentence
+    assert find_mask_of_padding(sound) is None
