@@ -88,6 +88,15 @@ def _check_clipping(subject: LintSubject) -> Iterator[LintRemark]:
             "step is not clipped",
             weight=Weight.NO_TRAINING,
         )
+    otherwise = [step for step in steps.values() if step.clips_otherwise]
+    if otherwise:
+        yield LintRemark(
+            topic="clipping",
+            text=f"gradients are clipped by another rule than to their length, in {len(otherwise)} of "
+            f"{pluralise(len(steps), 'step')}: element by element (clip_grad_value_), or by a norm of another order "
+            "(norm_type)",
+            weight=Weight.OTHER_CONFIG,
+        )
     idle = [step for step in steps.values() if step.unapplied_norm not in (None, step.max_norm)]
     if idle:
         engine = "" if idle[0].max_norm is None else f"; the gradient was clipped to {idle[0].max_norm:g} elsewhere"

@@ -1,5 +1,6 @@
 """List what a model can compute otherwise in one pass: other dtypes, adapters, masks of a layer. Hypotheses as data."""
 
+import ast
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
@@ -85,7 +86,7 @@ def list_model_trials(
                 change=lambda model, number=number: see_all_in_layer(model, number, visible_BSS),  # type: ignore[misc]
             )
     if any(_has_scales(module) for module in model.modules()):
-        yield from _list_adapter_trials()
+        yield from _list_adapter_trials(_find_stated_scale(differences))
 
 
 def _list_dtype_trials(device_type: str) -> Iterator[ModelTrial]:
@@ -141,12 +142,31 @@ def _list_rounding_trials(
             )
 
 
-def _list_adapter_trials() -> Iterator[ModelTrial]:
-    for name, factor, says in (
+def _find_stated_scale(differences: Sequence[ModelDifference]) -> tuple[float, float] | None:
+    """Find the scale of the job's adapter and of the replay's, if the recording states one that differs."""
+    for difference in differences:
+        if difference.key == LORA_SCALES and difference.job is not None and difference.replay is not None:
+            try:
+                scales = [list(dict(ast.literal_eval(text)).values()) for text in (difference.job, difference.replay)]
+                (job,), (replay,) = scales
+                return (float(job), float(replay)) if float(replay) else None
+            except (SyntaxError, TypeError, ValueError):
+                return None
+    return None
+
+
+def _list_adapter_trials(stated: tuple[float, float] | None) -> Iterator[ModelTrial]:
+    """Yield other scales of the adapter: the stated one, or those that mistakes give it."""
+    guesses: Sequence[tuple[str, float, str]] = (
         ("adapter twice", 2.0, "the job's adapter acts with twice its scale, as where it is merged and acts once more"),
         ("adapter halved", 0.5, "the job's adapter acts with half its scale"),
         ("no adapter", 0.0, "the job's adapter does not act"),
-    ):
+    )
+    if stated is not None:
+        job, replay = stated
+        says = f"the scale of the job's adapter is {job:g}, and {replay:g} here (lora_alpha by r, or by its root)"
+        guesses = (("stated scale", job / replay, says),)
+    for name, factor, says in guesses:
         yield ModelTrial(
             name=name,
             cause=CauseName.ADAPTER_SCALE,

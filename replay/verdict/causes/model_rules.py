@@ -179,7 +179,9 @@ def find_gradient_code(evidence: CauseEvidence) -> Cause | None:
     first = evidence.first_wrong
     if first is None or evidence.is_forward_wrong:
         return None
-    return _name_difference(evidence, first, evidence.settings.model_differences, GRADIENT_CODE_KINDS)
+    # Another loss function may have a backward that is not that of its own forward.
+    kinds = (*GRADIENT_CODE_KINDS, Kind.LOSS_FUNCTION)
+    return _name_difference(evidence, first, evidence.settings.model_differences, kinds)
 
 
 def _fits(difference: ModelDifference, kinds: Sequence[Kind]) -> bool:

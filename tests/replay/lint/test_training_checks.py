@@ -53,6 +53,12 @@ def test_a_tie_that_the_adapter_breaks_is_a_note() -> None:
     assert both.startswith("adapter: model.embed_tokens and lm_head, which are tied in the model, are each trained by")
 
 
+def test_clipping_by_another_rule_than_the_length_is_said() -> None:
+    clipped = [make_pass(number=place, step=make_step(place, clips_otherwise=place > 0)) for place in range(3)]
+    [text] = say(clipped)
+    assert text.startswith("clipping: gradients are clipped by another rule than to their length, in 2 of 3 steps")
+
+
 def test_clipping_that_found_no_gradient_is_said() -> None:
     said = (
         "clipping: clipping to a norm of 0.5 found no gradient in 1 of 2 steps and changed nothing: it came before the "
