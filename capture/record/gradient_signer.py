@@ -117,12 +117,19 @@ class GradientSigner:
                 + MICROSECONDS_PER_CPU_ELEMENT * num_cpu_elements
                 + MICROSECONDS_PER_DEVICE_BYTE * num_device_bytes * num_signed / max(self._sampler.num_trained, 1)
             )
-        num_first = max(1, min(MAX_FIRST_STEPS, int(MICROSECONDS_AT_FIRST / self._microseconds)))
-        period = math.ceil(self._microseconds / MICROSECONDS_PER_STEP)
-        is_due = self._num_steps < num_first or self._num_steps % period == 0
+        is_due = self.is_due
         self._num_steps += 1
         self._num_signings += is_due
         return is_due
+
+    @property
+    def is_due(self) -> bool:
+        """Tell whether the gradients of the next step are to be signed, if something of it is recorded."""
+        if self._microseconds is None:
+            return True
+        num_first = max(1, min(MAX_FIRST_STEPS, int(MICROSECONDS_AT_FIRST / self._microseconds)))
+        period = math.ceil(self._microseconds / MICROSECONDS_PER_STEP)
+        return self._num_steps < num_first or self._num_steps % period == 0
 
     @torch.inference_mode()
     def sign(

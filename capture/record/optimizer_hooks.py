@@ -22,7 +22,7 @@ import os
 import sys
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -38,6 +38,10 @@ StepArguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 class OptimizerCallbacks(Protocol):
     """What the hooks call. These methods must not raise, wait for a device, or call a collective."""
+
+    @property
+    def wants_norms(self) -> bool:
+        """Tell whether norms of single gradients are of use at the next clipping. To keep those takes a while."""
 
     def before_clipping(self, parameters: Sequence[Tensor], max_norm: Any, norm: Any) -> None:
         """Gradients of these parameters will be clipped. `norm` is theirs before it; None if it is not known yet."""
@@ -310,12 +314,13 @@ def _wrap_get_total_norm(original: Callable[..., Any]) -> Callable[..., Any]:
 
     def get_total_norm(tensors: Any, norm_type: float = 2.0, *args: Any, **kwargs: Any) -> Any:
         global _latest_other_norm, _latest_norms
-        if not _find_active_callbacks():
+        if not (active_callbacks := _find_active_callbacks()):
             return original(tensors, norm_type, *args, **kwargs)
-        with _NormKeeper() as keeper:
+        keeps_norms = norm_type == 2 and any(callbacks.wants_norms for callbacks in active_callbacks)
+        with _NormKeeper() if keeps_norms else nullcontext() as keeper:
             total_norm = original(tensors, norm_type, *args, **kwargs)
         _latest_other_norm = None if norm_type == 2 else total_norm
-        _latest_norms = (total_norm, keeper.norms) if norm_type == 2 else None
+        _latest_norms = None if keeper is None else (total_norm, keeper.norms)
         return total_norm
 
     return get_total_norm

@@ -357,6 +357,10 @@ class Recorder:
 
     # The optimizer hooks call these.
 
+    @property
+    def wants_norms(self) -> bool:
+        return self._maker.window is not None and self._maker.window.may_sign
+
     def before_clipping(self, parameters: Sequence[torch.Tensor], max_norm: Any, norm: Any) -> None:
         self._update_window(lambda window: window.begin_clipping(parameters, max_norm, norm))
 

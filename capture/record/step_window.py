@@ -189,6 +189,11 @@ class StepWindow:
 
         loss.register_hook(add_share)
 
+    @property
+    def may_sign(self) -> bool:
+        """Tell whether the gradients of this step may be signed, for which their norms are of use."""
+        return self._has_recorded_pass and (self._signer.is_due if self._signs is None else self._signs)
+
     def begin_clipping(self, parameters: Sequence[Tensor], max_norm: Any, norm: Any) -> None:
         """Sample the gradients of the model before these parameters are clipped.
 

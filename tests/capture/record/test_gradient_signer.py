@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from capture import capture_files, recording
 from capture.file_format.capture_file import read_call
+from capture.record import gradient_signer, optimizer_hooks
 from capture.record.gradient_signer import MAX_FIRST_STEPS, MAX_SIGNED, MICROSECONDS_PER_STEP, GradientSigner
 from capture.record.optimizer_hooks import GradientNorms
 from capture.record.parameter_sampler import ParameterSampler
@@ -76,6 +77,34 @@ def test_norms_of_the_clipping_are_kept_where_they_are_exact(
     assert {signature.name: signature.norm for signature in step.signatures} == pytest.approx(expected, rel=1e-6)
     # The clipping reads the gradients once.
     assert counter.count == num_readings
+
+
+def test_norms_are_kept_at_the_steps_that_are_signed_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    losses: list[float] = []
+    steps_with_norms: list[int] = []
+
+    class Keeper(optimizer_hooks._NormKeeper):
+        def __init__(self) -> None:
+            super().__init__()
+            steps_with_norms.append(len(losses) - 1)
+
+    monkeypatch.setattr(optimizer_hooks, "_NormKeeper", Keeper)
+    monkeypatch.setattr(gradient_signer, "MAX_FIRST_STEPS", 2)
+    monkeypatch.setattr(gradient_signer, "MICROSECONDS_PER_STEP", 10.0)
+    # Three parameters: 24 microseconds, so every third step is signed.
+    model = nn.Sequential(nn.Embedding(5, 5), nn.Linear(5, 7))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    with recording(model, tmp_path, reproduce=True, arguments={"input": "input_ids"}):
+        while len(losses) < 7:
+            loss = model(torch.tensor([[1, 2, 2, 4]])).sum()
+            losses.append(loss.item())
+            loss.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            optimizer.step()
+            optimizer.zero_grad()
+    steps = [read_call(path).step for path in capture_files(tmp_path)]
+    signed = [number for number, step in enumerate(steps) if step is not None and step.signatures]
+    assert signed == steps_with_norms == [0, 1, 3, 6]
 
 
 def test_a_norm_is_that_of_a_gradient_that_has_not_changed_since() -> None:
