@@ -7,7 +7,7 @@ from typing import Any, Self, TypeVar
 
 from actor_init.backends.protocol import free_closed_backends
 from actor_init.dropout_settings import find_acting_dropouts
-from actor_init.model import strip_config
+from actor_init.model import ModelSource, strip_config
 from actor_init.schedule_and_norm import TORCH_DTYPES
 from actor_init.spec import Compile, UsageError
 from actor_init.world import World
@@ -36,6 +36,7 @@ from replay.runner.single_pass_gradients import measure_single_pass_gradients
 from replay.runner.trials import run_trials
 from replay.tolerances.job_bounds import GRADIENT, GRADIENT_RMS, NoiseFloor
 from replay.verdict.causes.trial import TrialReport
+from replay.verdict.exchanged_states import find_exchanged_states
 from replay.verdict.findings import VerdictSettings
 from replay.verdict.judge import JudgedRun, PassEvidence, judge, judge_without_causes
 from replay.verdict.loss_remarks import describe_loss_weights
@@ -220,6 +221,18 @@ def make_verdict_settings(
     )
 
 
+def _note_exchanged_states(
+    settings: VerdictSettings, passes: Sequence[PassEvidence], source: ModelSource
+) -> VerdictSettings:
+    """Note whose given state the job's optimizer held before the first step of the replay."""
+    steps = [recorded.step_after for _, recorded, _ in passes if recorded is not None and recorded.step_after]
+    if source.optimizer_state is None or not steps:
+        return settings
+    first = min(step.number for step in steps)
+    samples = [sample for step in steps if step.number == first for sample in step.state]
+    return replace(settings, exchanged_states=find_exchanged_states(samples, source.optimizer_state.by_name))
+
+
 def _explain_other_draws(spec: ResolvedReplay) -> str | None:
     """Say why dropout cannot draw the job's masks here, whatever the rows are; None if nothing prevents it."""
     if spec.actor.parallel.tp > 1 or spec.actor.parallel.ring > 1:
@@ -252,7 +265,7 @@ def conclude(
     All ranks must call this.
     """
     measure = repeater.spec.measure
-    settings = note_job_routes(settings, passes)
+    settings = _note_exchanged_states(note_job_routes(settings, passes), passes, repeater.spec.source)
     fp32_verdict: Verdict | None = None
     remarks: Pairs = []
     passes_with_incidents = add_incidents(passes, find_inputs_folder(repeater.spec.inputs))

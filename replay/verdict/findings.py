@@ -57,6 +57,7 @@ class VerdictSettings:
     lacks_weights     the model is a user's own, and its weights are random, since --weights was not given
     stepping_actor    the actor, if its optimizer steps (with --step, or as the job); None: the replay takes no step
     loaded_counts     the steps that were counted by the state that its optimizer begins with; None: it has no state
+    exchanged_states  parameters of which the job held the state that the replay was given of another one, with that one
     optimizer_settings_of_job  names, by torch, of the settings that the replay takes from each of the job's steps
     steps_unasked     the replay steps though --step was not typed, and leaves out steps that it cannot take as the job
     step_dtype        the coarse dtype that the optimizer rounds a step to; None: it rounds to none, or does not step
@@ -82,6 +83,7 @@ class VerdictSettings:
     grad_accumulation: int
     stepping_actor: ActorSpec | None = None
     loaded_counts: Sequence[int] | None = None
+    exchanged_states: Sequence[tuple[str, str]] = ()
     optimizer_settings_of_job: frozenset[str] = frozenset()
     steps_unasked: bool = False
     step_dtype: str | None = None

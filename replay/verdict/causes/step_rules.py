@@ -6,12 +6,14 @@ from replay.verdict.causes.cause import Cause, CauseName, Sureness
 from replay.verdict.causes.evidence import CauseEvidence, CauseRule, name_time
 from replay.verdict.causes.model_rules import FORWARD_FINDINGS
 from replay.verdict.cleared_passes import find_cleared_passes
+from replay.verdict.findings import Finding
 from replay.verdict.optimizer_facts import (
     StateFactKind,
     count_stepped_parameters,
     find_facts_of_ranks,
     read_step_count,
 )
+from replay.verdict.outcomes import PassVerdict
 from replay.verdict.recorded_pass import MOVED, OPTIMIZER, OPTIMIZER_STATE
 from replay.verdict.step_remarks import holds_no_trained_parameter
 
@@ -171,13 +173,40 @@ def find_other_moments(evidence: CauseEvidence) -> Cause | None:
         return None
     if any(other.is_wrong and other.name in GRADIENT_QUANTITIES for other in verdict.findings):
         return None
+    if evidence.settings.loaded_counts is not None and evidence.find_window(verdict) is evidence.windows[0]:
+        return _name_other_given_state(evidence, verdict, finding)
     where = "" if finding.where is None else f" ({finding.where})"
     return Cause(
         name=CauseName.GRADIENTS_CHANGED,
         sureness=Sureness.PROBABLY,
         sentence=f"the optimizer was given another gradient than the backward gave, before "
-        f"{verdict.window_name}: its moments are not the replay's{where}, and the recorded gradients are",
+        f"{verdict.window_name}: the recorded gradients are the replay's, and its moments{where} are not",
         try_next="look for gradients that are clipped by value, scaled or changed after they were clipped by norm",
+        explains=EXPLAINED,
+    )
+
+
+def _name_other_given_state(evidence: CauseEvidence, verdict: PassVerdict, finding: Finding) -> Cause:
+    """Name a state that differs before the replay's first step: nothing but the given one comes before that."""
+    exchanged = evidence.settings.exchanged_states
+    if exchanged:
+        (name, other), more = exchanged[0], len(exchanged) - 1
+        others = f", and so of {pluralise(more, 'other parameter')} that {'was' if more == 1 else 'were'} sampled"
+        return Cause(
+            name=CauseName.OPTIMIZER_STATE,
+            sureness=Sureness.IS,
+            sentence=f"what the job's optimizer held of {name} before {verdict.window_name} is the given state of "
+            f"{other}{others if more else ''}: the job loaded it in another order of the parameters than here",
+            try_next="give the optimizer its parameters in the order in which it had them when its state was saved: "
+            "load_state_dict goes by their order, not by their names",
+            explains=EXPLAINED,
+        )
+    where = "" if finding.where is None else f": {finding.where}, differs"
+    return Cause(
+        name=CauseName.OPTIMIZER_STATE,
+        sureness=Sureness.PROBABLY,
+        sentence=f"the state that the job's optimizer held before {verdict.window_name} is not the given one{where}",
+        try_next="give the state that the job loaded; or look for what loads another one, or changes it after loading",
         explains=EXPLAINED,
     )
 

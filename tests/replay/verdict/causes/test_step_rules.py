@@ -27,6 +27,7 @@ from tests.replay.verdict.causes.made_evidence import (
     SETTINGS,
     draw_gradients,
     make_forward_evidence,
+    make_gradient_evidence,
     make_verdict,
     make_window,
 )
@@ -311,7 +312,43 @@ def test_moments_say_where_and_need_to_be_wrong_first() -> None:
     evidence = replace(make_forward_evidence(), verdicts=[verdict])
     cause = find_other_moments(evidence)
     assert cause is not None
-    assert "before the job's step 2: its moments are not the replay's (layers.0.weight)" in cause.sentence
+    assert cause.sentence.endswith("the recorded gradients are the replay's, and its moments (layers.0.weight) are not")
     assert cause.explains == EXPLAINED
     before = make_verdict(0, [make_finding(LOSS, 2.0, 1.0, difference=1.0, bound=0.1)])
     assert find_other_moments(replace(evidence, verdicts=[before, verdict])) is None
+
+
+@pytest.mark.parametrize(
+    ("exchanged", "sureness", "words"),
+    [
+        (
+            [("a", "b"), ("b", "a")],
+            Sureness.IS,
+            "held of a before the job's step 1 is the given state of b, and so of 1",
+        ),
+        ([], Sureness.PROBABLY, "is not the given one: exp_avg of a, element 3, differs"),
+    ],
+)
+def test_moments_that_differ_before_the_first_step_of_a_replay_with_a_given_state_are_of_another_state(
+    exchanged: Sequence[tuple[str, str]], sureness: Sureness, words: str
+) -> None:
+    wrong = make_finding(OPTIMIZER_STATE, 2.0, 1.0, difference=1.0, bound=0.1, where="exp_avg of a, element 3")
+    windows = [make_window([SOUND], SOUND, index=index) for index in range(2)]
+    given = replace(SETTINGS, loaded_counts=(6,), exchanged_states=exchanged)
+    at_first, later = (
+        replace(
+            make_gradient_evidence(*windows),
+            settings=given,
+            verdicts=[make_verdict(index, [wrong], optimizer_step=index)],
+        )
+        for index in range(2)
+    )
+    cause = find_other_moments(at_first)
+    assert cause is not None
+    assert (cause.name, cause.sureness) == (CauseName.OPTIMIZER_STATE, sureness)
+    assert words in cause.sentence
+    # A later state is of the gradients of the steps between, too.
+    for evidence in (later, replace(at_first, settings=SETTINGS)):
+        cause = find_other_moments(evidence)
+        assert cause is not None
+        assert cause.name is CauseName.GRADIENTS_CHANGED
