@@ -41,6 +41,7 @@ class _NotFiniteAsText:
 
 
 AnyFloat = Annotated[float, _NotFiniteAsText()]
+_PLAIN_KINDS = frozenset((str, int, bool, type(None)))
 _ADAPTERS: "dict[Any, TypeAdapter[Any]]" = {}
 
 
@@ -49,6 +50,10 @@ def to_json(value: Any) -> Any:
 
     A set becomes a sorted list; other types, such as a path, become their text.
     """
+    # Most values by far are plain, and each of the questions below costs as much as all of this.
+    kind = type(value)
+    if kind in _PLAIN_KINDS or (kind is float and math.isfinite(value)):
+        return value
     if is_dataclass(value) and not isinstance(value, type):
         return {field.name: to_json(getattr(value, field.name)) for field in fields(value)}
     if isinstance(value, Mapping):
