@@ -73,12 +73,14 @@ class OptimizerState:
 
     by_number, by_name  each parameter's state: tensors, numbers and values of DCP that are not read yet
     groups              of a state by numbers
+    learning_rates      of its groups, as they were saved; empty where the file does not say them
     """
 
     path: Path
     by_number: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
     by_name: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     groups: Sequence[StateGroup] = ()
+    learning_rates: Sequence[float] = ()
 
     @classmethod
     def read(cls, path: Path) -> "OptimizerState":
@@ -117,14 +119,15 @@ class OptimizerState:
             keys = ", ".join(sorted(map(str, content))[:8]) if isinstance(content, dict) else type(content).__name__
             raise UsageError(setting, f"holds no `state` and `param_groups` ({keys})", ADVICE)
         by_key: Mapping[Any, Any] = state["state"]
+        rates = tuple(float(group["lr"]) for group in state["param_groups"] if "lr" in group)
         # A full state of FSDP has names, as a DCP folder has.
         if by_key and all(isinstance(key, str) for key in by_key):
-            return cls(path=path, by_name=by_key)
+            return cls(path=path, by_name=by_key, learning_rates=rates)
         groups = [
             StateGroup(numbers=tuple(group["params"]), names=tuple(group.get("param_names", ())))
             for group in state["param_groups"]
         ]
-        return cls(path=path, by_number=by_key, groups=groups)
+        return cls(path=path, by_number=by_key, groups=groups, learning_rates=rates)
 
     @classmethod
     def _read_dcp(cls, folder: Path) -> "OptimizerState":

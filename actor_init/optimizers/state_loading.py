@@ -41,12 +41,14 @@ class AssignedState:
 
     counts       the different numbers of steps that it has counted; empty where it counts none
     num_trained  the parameters of the replay that are trained
+    learning_rates  of its groups, as they were saved; empty where it does not say them
     """
 
     path: Path
     by_name: Mapping[str, Mapping[str, Any]]
     counts: tuple[int, ...]
     num_trained: int
+    learning_rates: Sequence[float] = ()
 
     def describe(self) -> str:
         counts = " and ".join(map(str, self.counts))
@@ -74,7 +76,13 @@ def assign_state(
         raise UsageError(setting, "holds no state of any parameter", "Leave it out: the optimizer then begins without")
     by_name = {name: _rename(values) for name, values in by_name.items()}
     _refuse_other_family(setting, by_name, spec)
-    return AssignedState(path=state.path, by_name=by_name, counts=state.list_counts(), num_trained=len(parameters))
+    return AssignedState(
+        path=state.path,
+        by_name=by_name,
+        counts=state.list_counts(),
+        num_trained=len(parameters),
+        learning_rates=state.learning_rates,
+    )
 
 
 def _rename(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -56,6 +56,7 @@ class LintSubject:
     config_differences  of the model folder and the job
     code_differences    of the job's model and the replay's, besides settings, that no cause of the verdict tells
     not_recorded        numbers of training passes that the recording could not keep, by the reason
+    given_rates         learning rates in the optimizer state that the replay was given; empty where none is known
     ends                how ranks closed the recording, of those that wrote it
     """
 
@@ -74,6 +75,7 @@ class LintSubject:
     config_differences: Sequence[str] = ()
     code_differences: Sequence[str] = ()
     not_recorded: Mapping[str, int] = field(default_factory=dict)
+    given_rates: Sequence[float] = ()
     ends: Sequence[EndRecord] = ()
 
     @property

@@ -48,6 +48,7 @@ def check_training(subject: LintSubject) -> Iterator[LintRemark]:
     yield from _check_ties(subject)
     yield from _check_norms(subject)
     yield from _check_schedule(subject)
+    yield from _check_begin_of_schedule(subject)
     yield from _check_clipping(subject)
     yield from _check_missing_gradients(subject)
     yield from _check_mode(subject)
@@ -189,6 +190,27 @@ def _check_schedule(subject: LintSubject) -> Iterator[LintRemark]:
             f"its schedule was stepped {often[-1]} times between two optimizer steps, in {len(often)} of {len(steps)}"
         )
         yield LintRemark(topic="learning rate", text=text, weight=Weight.NO_TRAINING)
+
+
+def _check_begin_of_schedule(subject: LintSubject) -> Iterator[LintRemark]:
+    """Say so where the rate rises from next to nothing though the optimizer has stepped before: a warm-up is repeated.
+
+    A step that is not the recorder's first has steps of the same schedule before it.
+    """
+    steps = {step.number: step for step in _list_steps(subject) if step.settings}
+    rates = [max(group.get("lr", 0.0) for group in steps[number].settings) for number in sorted(steps)]
+    count = max(steps[0].state_steps, default=0) if 0 in steps else 0
+    if not count or rates != sorted(rates) or (len(rates) > 1 and rates[0] == rates[-1]):
+        return
+    given = max(subject.given_rates, default=0.0)
+    if rates[0] < given / 2 or (rates[0] == 0 and len(rates) > 1):
+        of_state = f"{given:g} in the state" if given else "with the optimizer's state"
+        yield LintRemark(
+            topic="learning rate",
+            text=f"it begins anew ({rates[0]:g} at the first step here, {of_state} of {pluralise(count, 'step')}): was "
+            "the schedule restored?",
+            weight=Weight.SETTING,
+        )
 
 
 def _check_missing_gradients(subject: LintSubject) -> Iterator[LintRemark]:

@@ -87,6 +87,7 @@ def list_notes(
             if not verdict.causes and (difference.kind in COMPUTED_KINDS or difference.forward is not None)
         ],
         not_recorded=selection.not_recorded,
+        given_rates=() if source.optimizer_state is None else source.optimizer_state.learning_rates,
         ends=_read_ends(folder, passes),
     )
     typed = "" if inputs.recording is None else f" {spell_setting(Setting('recording', inputs.recording))}"

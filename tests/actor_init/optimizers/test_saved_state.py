@@ -31,7 +31,7 @@ def test_a_file_of_torch_save_is_read_by_numbers(key: str | None, tmp_path: Path
     torch.save(content if key is None else {"epoch": 3, key: content}, tmp_path / "state.pt")
     state = OptimizerState.read(tmp_path / "state.pt")
     assert [group.numbers for group in state.groups] == [(0, 1)]
-    assert state.list_counts() == (2,)
+    assert (state.list_counts(), state.learning_rates) == ((2,), (0.1,))
     assert find_shape(state.by_number[0]["exp_avg"]) == (2, 3)
     assert torch.equal(dict(read_state(state.by_number[0]))["exp_avg"], content["state"][0]["exp_avg"])
 

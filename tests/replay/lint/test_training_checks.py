@@ -271,6 +271,33 @@ def test_a_schedule_that_is_stepped_by_each_micro_batch_is_said(numbers: tuple[i
 
 
 @pytest.mark.parametrize(
+    ("rates", "counts", "given", "says"),
+    [
+        ([0.0, 0.00025], (8,), [0.0009], "(0 at the first step here, 0.0009 in the state of 8 steps)"),
+        ([0.0001, 0.0002], (8,), [0.0009], "(0.0001 at the first step here, 0.0009 in the state of 8 steps)"),
+        ([0.0, 0.00025], (8,), [], "(0 at the first step here, with the optimizer's state of 8 steps)"),
+        ([0.0], (8,), [0.0009], "(0 at the first step here, 0.0009 in the state of 8 steps)"),
+        # It goes on, is smaller than the state's for good, or is of an optimizer that has not stepped.
+        ([0.0009, 0.00095], (8,), [0.0009], ""),
+        ([0.0001, 0.0001], (8,), [0.0009], ""),
+        ([0.0002, 0.0001], (8,), [0.0009], ""),
+        ([0.0, 0.00025], (), [], ""),
+    ],
+)
+def test_a_schedule_that_begins_anew_behind_a_restart_is_said(
+    rates: list[float], counts: tuple[int, ...], given: list[float], says: str
+) -> None:
+    passes = [
+        make_pass(
+            number=number, step=make_step(number, settings=({"lr": rate, "num_parameters": 1},), state_steps=counts)
+        )
+        for number, rate in enumerate(rates)
+    ]
+    told = [f"learning rate: it begins anew {says}: was the schedule restored?"] if says else []
+    assert [text for text in say(passes, given_rates=given) if text.startswith("learning rate")] == told
+
+
+@pytest.mark.parametrize(
     ("dtype", "rounds", "says"), [("float32", True, True), ("float32", False, False), ("bfloat16", True, False)]
 )
 def test_fp32_gradients_that_were_added_up_in_bf16_are_said(dtype: str, rounds: bool, says: bool) -> None:
