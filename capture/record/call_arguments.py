@@ -89,9 +89,11 @@ def sort_arguments(signature: inspect.Signature, args: tuple[Any, ...], kwargs: 
     # Where every argument has a name already, leaving out the binding takes half the time.
     if not args:
         for name, value in kwargs.items():
-            # Most arguments are such tensors, and this costs a third of the call.
+            # Most arguments are such tensors or flags, and this costs a third of the call.
             if type(value) is Tensor and name not in _CACHE_NAMES and can_encode(value):
                 arguments.tensors[name] = value
+            elif value is None or (type(value) is bool and name not in _CACHE_NAMES):
+                arguments.call_facts[name] = value
             else:
                 _add_argument(arguments, name, value, MAX_DEPTH)
         return arguments

@@ -39,12 +39,15 @@ class GeneratorSnapshot(NamedTuple):
         return marks
 
 
-def take_generator_snapshot(*, on_cuda: bool) -> GeneratorSnapshot:
-    """Take the generators' states, without waiting for the device: its generator is numbers on the host.
+def take_generator_snapshot(cuda_device: torch.device | None = None) -> GeneratorSnapshot:
+    """Take the states of the CPU's generator and a CUDA device's, without waiting for that: its state is on the host.
 
     The functions of torch that do the same go through several others first.
     """
-    cuda = torch.cuda.default_generators[torch.cuda.current_device()].get_state() if on_cuda else None
+    cuda = None
+    if cuda_device is not None:
+        index = torch.cuda.current_device() if cuda_device.index is None else cuda_device.index
+        cuda = torch.cuda.default_generators[index].get_state()
     return GeneratorSnapshot(cpu=torch.default_generator.get_state(), cuda=cuda)
 
 

@@ -2,7 +2,7 @@
 
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,6 +13,9 @@ _MAX_PACKED_BYTES = 2**20
 # begins where a line of the processor's cache may begin.
 _MAX_KEPT, _MAX_PLACES = 4, 256
 _MIN_BYTES, _MAX_BYTES, _ALIGNMENT = 2**16, 2**24, 64
+# Streams by their device and number.
+_known_streams: dict[tuple[int, int], torch.cuda.Stream] = {}
+_MAX_STREAMS = 64
 
 
 def copy_to_host(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], list[torch.cuda.Event]]:
@@ -68,8 +71,7 @@ class HostMemory:
         return place.copy_(tensor, non_blocking=self.is_pinned)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ArgumentCopies:
+class ArgumentCopies(NamedTuple):
     """Copies of a pass's arguments on the host, complete once every event has happened.
 
     memory  of the copies, if a later pass may have it
@@ -122,8 +124,7 @@ class ArgumentCopier:
                 event = torch.cuda.Event(blocking=True)
                 if memory is not None:
                     memory.events[device] = event
-            # A number is looked at for a shorter time than a device.
-            event.record(torch.cuda.current_stream(device))
+            event.record(_find_stream(device))
             events.append(event)
         return ArgumentCopies(tensors=copies, events=events, num_bytes=num_bytes, memory=memory, kept=self._kept)
 
@@ -178,5 +179,22 @@ def is_capturing_graph(tensors: Mapping[str, Tensor]) -> bool:
     """Tell whether a CUDA graph is being recorded: then the tensors hold nothing yet that could be copied."""
     for tensor in tensors.values():
         if tensor.is_cuda:
-            return torch.cuda.is_current_stream_capturing()
+            # CUDA records no graph on its default stream, where nearly all jobs run.
+            is_default = torch._C._cuda_getCurrentRawStream(tensor.get_device()) == 0
+            return not is_default and torch.cuda.is_current_stream_capturing()
     return False
+
+
+def _find_stream(device: int) -> torch.cuda.Stream:
+    """Return the current stream of a device.
+
+    torch.cuda.current_stream takes 0.06 ms where the job's caches hold other things (H200): it goes through six
+    functions and makes an object. A stream's number, which torch's compiled code asks for in the same way, takes 0.01.
+    """
+    key = device, torch._C._cuda_getCurrentRawStream(device)
+    stream = _known_streams.get(key)
+    if stream is None:
+        if len(_known_streams) >= _MAX_STREAMS:
+            _known_streams.clear()
+        stream = _known_streams[key] = torch.cuda.current_stream(device)
+    return stream

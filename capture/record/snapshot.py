@@ -260,8 +260,9 @@ class SnapshotMaker:
         self._reproduce = reproduce
         self._training_mode = TrainingModeReader(model) if reproduce else None
         self._devices = ModelDevices(model)
-        # Whether the running pass has a generator on the device; None if the states at its end are not kept.
-        self._draws_on_cuda: bool | None = None
+        # The device of the running pass, if it has a generator, and whether the states at its end are kept.
+        self._cuda_device: torch.device | None = None
+        self._keeps_random_after = False
         self._sampler = ParameterSampler(model) if reproduce else None
         self._facts_taker = ModelFactsTaker(model) if reproduce else None
         self._gradient_sync = GradientSyncReader(model) if reproduce else None
@@ -321,15 +322,15 @@ class SnapshotMaker:
             weights = replace(weights, values=copies.tensors.pop(_SAMPLES))
         self._training_pass = forward if trains else None
         # Of a model on several devices one generator alone would be recorded, and tell of a part of the masks.
-        draws_on_cuda = device.type == "cuda"
-        self._draws_on_cuda = draws_on_cuda if self._reproduce and not self._devices.are_several else None
+        self._cuda_device = device if device.type == "cuda" else None
+        self._keeps_random_after = self._reproduce and not self._devices.are_several
         return PassSnapshot(
             copies=copies,
             call_facts=arguments.call_facts,
             left_out=arguments.left_out,
             trains=trains,
             make_origin=partial(self._make_origin, rank, world_size, forward, time.monotonic_ns()),
-            random=take_random_snapshot(on_cuda=draws_on_cuda) if self._reproduce else None,
+            random=take_random_snapshot(self._cuda_device) if self._reproduce else None,
             training=None if self._training_mode is None else self._training_mode.expect(),
             weights=weights,
             optimizer_step=None if self.window is None else self.window.number,
@@ -384,8 +385,8 @@ class SnapshotMaker:
         They come first of all that is kept at the end, and a backward, which sets states back under activation
         checkpointing, comes later. None if the pass is not recorded.
         """
-        on_cuda, self._draws_on_cuda = self._draws_on_cuda, None
-        return None if on_cuda is None else take_generator_snapshot(on_cuda=on_cuda)
+        keeps_states, self._keeps_random_after = self._keeps_random_after, False
+        return take_generator_snapshot(self._cuda_device) if keeps_states else None
 
     def take_logits(self, output: Any) -> PassLogits | None:
         """Find the logits of the latest pass, which ends with `output`; None if there are none that predict a token.

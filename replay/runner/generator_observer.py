@@ -19,16 +19,16 @@ class GeneratorObserver(PassObserver):
     """Takes the states of the generators where the forward begins and where it ends, as the recorder does in a job."""
 
     def __init__(self, device: torch.device) -> None:
-        self._on_cuda = device.type == "cuda"
+        self._cuda_device = device if device.type == "cuda" else None
         self._before: GeneratorSnapshot | None = None
         self._after: GeneratorSnapshot | None = None
 
     def before_phase(self, phase: RankPhase) -> None:
         if phase is RankPhase.FORWARD:
-            self._before = take_generator_snapshot(on_cuda=self._on_cuda)
+            self._before = take_generator_snapshot(self._cuda_device)
 
     def after_forward(self, log_probs_BA: Tensor, loss: Tensor) -> None:
-        self._after = take_generator_snapshot(on_cuda=self._on_cuda)
+        self._after = take_generator_snapshot(self._cuda_device)
 
     @property
     def draws(self) -> RandomDraws | None:

@@ -21,7 +21,7 @@ def test_states_with_one_mark_drew_the_same_numbers() -> None:
         torch.manual_seed(3)
         for _ in range(num_masks):
             draw_mask()
-        marks.append(take_generator_snapshot(on_cuda=False).to_marks()[CPU])
+        marks.append(take_generator_snapshot().to_marks()[CPU])
     assert marks[0] == marks[1] != marks[2]
 
 
@@ -29,7 +29,7 @@ def test_numbers_are_counted_from_the_states_before() -> None:
     torch.manual_seed(3)
     before = bytes(torch.get_rng_state().tolist())
     torch.randint(0, 9, (5,))
-    after = take_generator_snapshot(on_cuda=False).to_marks()
+    after = take_generator_snapshot().to_marks()
     assert count_drawn_numbers({"torch": {"cpu": before}}, after) == 5
     assert count_drawn_numbers({}, after) is None
 
@@ -56,7 +56,7 @@ def test_a_capture_tells_where_the_generators_stood_after_its_forward_and_which_
     with recording(model, tmp_path, reproduce=True):
         for trains in (True, True, False):
             loss = model.train(trains)(input_ids=torch.arange(8).view(2, 4))
-            ends.append(take_generator_snapshot(on_cuda=False).to_marks()[CPU])
+            ends.append(take_generator_snapshot().to_marks()[CPU])
             loss.backward()
     calls = [read_call(path) for path in capture_files(tmp_path)]
     assert [call.random_after[CPU] for call in calls] == ends

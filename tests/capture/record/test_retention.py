@@ -315,13 +315,13 @@ def test_a_snapshot_of_random_states_is_right_after_each_use_of_a_generator() ->
     uses = (random.random, numpy.random.rand, *kept_normals, *kept_normals, lambda: None)
     for use in (*uses, lambda: numpy.random.set_state(numpy_before), *seeded, *again, lambda: None):
         use()
-        taken = take_random_snapshot(on_cuda=False)
+        taken = take_random_snapshot()
         assert taken.python == random.getstate()
         name, keys, *rest = numpy.random.get_state()
         assert taken.numpy is not None
         kept = taken.numpy["state"]["pos"], taken.numpy["has_gauss"], taken.numpy["gauss"]
         assert (taken.numpy["bit_generator"], list(taken.numpy["state"]["key"]), *kept) == (name, list(keys), *rest)
-        assert take_random_snapshot(on_cuda=False).numpy is taken.numpy or taken.numpy["has_gauss"]
+        assert take_random_snapshot().numpy is taken.numpy or taken.numpy["has_gauss"]
 
 
 def test_a_generator_that_is_not_numpys_own_is_left_out(tmp_path: Path) -> None:
