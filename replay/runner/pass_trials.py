@@ -30,6 +30,7 @@ from replay.output.text import pluralise
 from replay.resolution.job_defaults import find_inputs_folder
 from replay.runner.rounding_floor import RunRepeater
 from replay.runner.trial_changes import divide_logits, list_model_trials
+from replay.runner.trial_code import list_code_trials
 from replay.runner.trial_configs import ConfigTrial, build_config, list_config_trials
 from replay.runner.trial_feeds import (
     CapturedRows,
@@ -62,7 +63,7 @@ from replay.verdict.findings import Finding, VerdictSettings, compare_pass, list
 from replay.verdict.judge import PassEvidence
 from replay.verdict.model_facts import ModelDifferenceKind
 
-MAX_FORWARDS = 32
+MAX_FORWARDS = 48
 # Relative: how far the gradient of a policy's loss may be from the job's; the replay's own has to be so much farther.
 MAX_POLICY_RESIDUAL, MIN_POLICY_GAIN = 1e-3, 10.0
 # Relative: two losses that are no further apart are the same one.
@@ -525,12 +526,15 @@ class PassTrials:
                 change=trial.change,
                 coarsens=trial.coarsens,
             )
-            for trial in list_model_trials(
-                actor.model,
-                self.rows.see(all_keys=True).to(self.repeater.world.device),
-                may_round=self._may_round,
-                differences=self.settings.model_differences,
-                suspect_id=self.evaluator.find_suspect_token(unchanged_BA),
+            for trial in (
+                *list_code_trials(actor.model, self.settings.model_differences),
+                *list_model_trials(
+                    actor.model,
+                    self.rows.see(all_keys=True).to(self.repeater.world.device),
+                    may_round=self._may_round,
+                    differences=self.settings.model_differences,
+                    suspect_id=self.evaluator.find_suspect_token(unchanged_BA),
+                ),
             )
         }
         return self._run_forwards(actor, trials)

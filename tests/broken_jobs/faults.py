@@ -338,6 +338,16 @@ def attention_patched(change: Callable[[Callable[..., Any]], Callable[..., Any]]
     return process
 
 
+def unscaled(attend: Callable[..., Any]) -> Callable[..., Any]:
+    """Scores are not divided by the root of the heads' size."""
+
+    def patched(query: Tensor, key: Tensor, value: Tensor, **more: Any) -> Tensor:
+        found: Tensor = attend(query, key, value, **{**more, "scale": 1.0})
+        return found
+
+    return patched
+
+
 def in_bf16(attend: Callable[..., Any]) -> Callable[..., Any]:
     def patched(query: Tensor, key: Tensor, value: Tensor, **more: Any) -> Tensor:
         half = [tensor.to(torch.bfloat16) for tensor in (query, key, value)]
@@ -631,6 +641,13 @@ def last_layer_skipped(model: Any) -> None:
 def untied(model: Any) -> None:
     """The head has weights of its own, whatever the config says."""
     model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().clone())
+
+
+def mlps_with_gate_and_up_swapped(model: Any) -> None:
+    """The activation is up_proj's, in every MLP."""
+    for layer in model.model.layers:
+        mlp = layer.mlp
+        mlp.forward = lambda given, mlp=mlp: mlp.down_proj(mlp.act_fn(mlp.up_proj(given)) * mlp.gate_proj(given))
 
 
 def transposed_weight(module: nn.Module, given: Tensor) -> Tensor:

@@ -245,6 +245,10 @@ _KERNEL = broken_jobs(
     # The function of attention is the wrong one, and what it computes is no matter of rounding.
     ("heads-interleaved", DDP, (C.KERNEL, C.MODEL_CODE), "query heads read the wrong key-value heads", LLAMA,
      Fault(process=f.attention_patched(f.heads_interleaved))),
+    ("scores-unscaled", PLAIN, (C.KERNEL, C.MODEL_CODE), "scores are not divided by the root of the heads' size", LLAMA,
+     Fault(process=f.attention_patched(f.unscaled))),
+    ("gate-and-up-swapped", PLAIN, C.MODEL_CODE, "the MLP's activation is that of the other projection", LLAMA,
+     Fault(model=f.mlps_with_gate_and_up_swapped)),
     ("gelu-for-silu", FSDP2, C.MODEL_CONFIG, "the MLP's activation is another one", LLAMA,
      Fault(config={"hidden_act": "gelu"})),
     ("head-norm-skipped", TRAINER, C.MODEL_CODE, "one layer's queries are not normed",

@@ -99,9 +99,15 @@ RULES = (
     ),
     _make_rule(
         CauseName.KERNEL,
-        means="attention is another kernel's: in bf16 in a job of fp32; or the replay's own, packed or compiled, errs",
-        told_by="the pass run again with attention in bf16, or the job's rows by sdpa, gives its numbers",
+        means="attention errs: its scale, its groups of heads, its dtype; or the replay's own kernel does",
+        told_by="the pass run again with other attention, or the job's rows by sdpa, gives its numbers",
         job="attention-in-bf16",
+    ),
+    _make_rule(
+        CauseName.MODEL_CODE,
+        means="the job's own norms or MLPs err: another eps, a subtracted mean, gate and up exchanged",
+        told_by="the pass run again with each such mistake gives the job's numbers",
+        job="gate-and-up-swapped",
     ),
     _make_rule(
         CauseName.MASK,
