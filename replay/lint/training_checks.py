@@ -23,6 +23,9 @@ from replay.verdict.training_remarks import LABEL, SAME_ON_RANKS
 _MAX_NAMED = 3
 _ADAMS = ("Adam", "AdamW")
 _L2_ADAMS = (OptimizerName.ADAM, OptimizerName.ADAM_8BIT)
+_ALL_ADAMS = (*_L2_ADAMS, OptimizerName.ADAMW, OptimizerName.ADAMW_8BIT)
+# No language model is trained with an Adam of these: it divides by eps alone, or moves each weight by 1 in a step.
+_OUTWEIGHING_EPS, _HUGE_RATE = 1e-2, 1.0
 _BF16 = "bfloat16"
 _FP32 = "float32"
 _MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -49,6 +52,7 @@ def check_training(subject: LintSubject) -> Iterator[LintRemark]:
     yield from _check_norms(subject)
     yield from _check_schedule(subject)
     yield from _check_begin_of_schedule(subject)
+    yield from _check_settings(subject)
     yield from _check_clipping(subject)
     yield from _check_missing_gradients(subject)
     yield from _check_mode(subject)
@@ -211,6 +215,28 @@ def _check_begin_of_schedule(subject: LintSubject) -> Iterator[LintRemark]:
             "the schedule restored?",
             weight=Weight.SETTING,
         )
+
+
+def _check_settings(subject: LintSubject) -> Iterator[LintRemark]:
+    """Say so where an optimizer has settings that nobody means."""
+    found: dict[str, None] = {}
+    for step in _list_steps(subject):
+        for settings in step.settings:
+            group = read_job_group(settings, step.optimizer or "", step.library)
+            family = recognise_group(group)
+            if settings.get("maximize"):
+                found[f"{group.class_name} maximises (maximize=True): each step makes the loss larger"] = None
+            if family is None or family.option_value not in _ALL_ADAMS:
+                continue
+            first, second = settings.get("betas") or (0.0, 1.0)
+            if first > second:
+                found[f"the betas of {group.class_name} are {first:g} and {second:g}: are they swapped?"] = None
+            if (eps := settings.get("eps") or 0.0) >= _OUTWEIGHING_EPS:
+                found[f"eps of {group.class_name} is {eps:g}, more than the gradients that it is added to"] = None
+            if (rate := settings.get("lr") or 0.0) >= _HUGE_RATE:
+                found[f"the learning rate of {group.class_name} is {rate:g}: a step moves weights by as much"] = None
+    for text in found:
+        yield LintRemark(topic="settings", text=text, weight=Weight.SETTING)
 
 
 def _check_missing_gradients(subject: LintSubject) -> Iterator[LintRemark]:

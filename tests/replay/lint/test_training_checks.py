@@ -120,7 +120,7 @@ def test_parameters_that_never_had_a_gradient_are_said_by_pattern() -> None:
     weights = make_samples(*(make_sample(name) for name in names))
     gradients = make_samples(*(make_sample(name) for name in names if "q" in name))
     without = tuple(name for name in names if "v" in name)
-    step = make_step(gradients=gradients, without_gradient=without, settings=({"lr": 1.0, "num_parameters": 6},))
+    step = make_step(gradients=gradients, without_gradient=without, settings=({"lr": 1e-3, "num_parameters": 6},))
     texts = say([make_pass(step=step, weights=weights)])
     assert texts == ["gradients: 3 trainable parameters had no gradient in 1 step: layers.*.v.weight"]
     later = make_step(1, gradients=weights, settings=step.settings)
@@ -231,7 +231,7 @@ def test_layers_that_are_frozen_by_the_beginning_of_a_number_are_said(frozen: tu
 
 @pytest.mark.parametrize(("decays", "says"), [((0.1,), True), ((0.1, 0.0), False), ((0.0,), False)])
 def test_a_decay_of_norms_is_a_fact(decays: tuple[float, ...], says: bool) -> None:
-    settings = tuple({"lr": 1.0, "weight_decay": decay, "num_parameters": 1} for decay in decays)
+    settings = tuple({"lr": 1e-3, "weight_decay": decay, "num_parameters": 1} for decay in decays)
     weights = make_samples(make_sample("norm.weight"))
     found = [text for text in say(make_passes(step=make_step(settings=settings), weights=weights)) if "decay" in text]
     assert found == (["decay: weight decay 0.1 acts on all parameters, on norm.weight, too"] if says else [])
@@ -242,8 +242,8 @@ def test_a_decay_of_norms_alone_is_a_note(decaying: str, says: bool) -> None:
     """As where the test for the group without decay is negated."""
     rest = {"0": "1", "1": "0", "0-1": ""}[decaying]
     settings = (
-        {"lr": 1.0, "weight_decay": 0.1, "num_parameters": 1, "parameters": decaying},
-        {"lr": 1.0, "weight_decay": 0.0, "num_parameters": 1, "parameters": rest},
+        {"lr": 1e-3, "weight_decay": 0.1, "num_parameters": 1, "parameters": decaying},
+        {"lr": 1e-3, "weight_decay": 0.0, "num_parameters": 1, "parameters": rest},
     )
     weights = make_samples(make_sample("up.weight", shape=(4, 4)), make_sample("norm.weight"))
     passes = make_passes(step=make_step(settings=settings), weights=weights)
@@ -255,7 +255,7 @@ def test_a_decay_of_norms_alone_is_a_note(decaying: str, says: bool) -> None:
 
 @pytest.mark.parametrize(("decay", "weights"), [(0.1, [Weight.SETTING]), (0.01, [])])
 def test_a_decay_that_was_chosen_is_worth_a_note(decay: float, weights: list[Weight]) -> None:
-    step = make_step(settings=({"lr": 1.0, "weight_decay": decay, "num_parameters": 1},))
+    step = make_step(settings=({"lr": 1e-3, "weight_decay": decay, "num_parameters": 1},))
     passes = make_passes(step=step, weights=make_samples(make_sample("norm.weight")))
     assert [remark.weight for remark in lint(LintSubject(passes=passes)) if remark.topic == "decay"] == weights
 
@@ -295,6 +295,27 @@ def test_a_schedule_that_begins_anew_behind_a_restart_is_said(
     ]
     told = [f"learning rate: it begins anew {says}: was the schedule restored?"] if says else []
     assert [text for text in say(passes, given_rates=given) if text.startswith("learning rate")] == told
+
+
+@pytest.mark.parametrize(
+    ("settings", "optimizer", "says"),
+    [
+        ({"betas": [0.999, 0.9]}, "AdamW", "the betas of AdamW are 0.999 and 0.9: are they swapped?"),
+        ({"betas": [0.95, 0.95], "eps": 1e-5}, "AdamW", ""),
+        ({"eps": 0.1}, "Adam", "eps of Adam is 0.1, more than the gradients that it is added to"),
+        ({"lr": 3.0}, "AdamW", "the learning rate of AdamW is 3: a step moves weights by as much"),
+        ({"lr": 3.0}, "SGD", ""),
+        ({"maximize": True}, "SGD", "SGD maximises (maximize=True): each step makes the loss larger"),
+    ],
+)
+def test_settings_that_nobody_means_are_said(settings: dict[str, Any], optimizer: str, says: str) -> None:
+    """They are said once, however many steps have them."""
+    group = {"lr": 1e-3, "betas": [0.9, 0.999], "eps": 1e-8, "maximize": False, "num_parameters": 1} | settings
+    passes = [
+        make_pass(number=number, step=make_step(number, settings=(group,), optimizer=optimizer)) for number in range(2)
+    ]
+    told = [f"settings: {says}"] if says else []
+    assert [text for text in say(passes) if text.startswith("settings")] == told
 
 
 @pytest.mark.parametrize(
@@ -379,7 +400,7 @@ def test_a_reference_that_is_the_policy_is_a_fact(has_adapter: bool, reference: 
 def test_a_decay_that_adam_adds_to_the_gradient_is_said(
     values: dict[str, Any], decays: tuple[float, ...], says: bool
 ) -> None:
-    settings = tuple({"lr": 1.0, "weight_decay": decay, "num_parameters": 1} for decay in decays)
+    settings = tuple({"lr": 1e-3, "weight_decay": decay, "num_parameters": 1} for decay in decays)
     said = (
         f"decay: {values['optimizer']} adds its weight decay of 0.1 to the gradient, so its moments scale it: is "
         "AdamW meant, which decays the weights themselves?"
