@@ -19,16 +19,19 @@ def compute_dpo_loss(inputs: ObjectiveInputs, spec: ObjectiveSpec) -> Tensor:
 
     Raises ObjectiveError for an odd number of sequences, or where the capture lacks the reference's log-probs.
     """
-    if inputs.recorded.num_sequences % 2:
-        why = f": {inputs.recorded.num_sequences} sequences are no pairs"
-        advice = f"Try: {Setting('loss', 'sft')}, or a capture with chosen and rejected sequences"
-        raise ObjectiveError(inputs.recorded.source, why, advice)
-    chosen, rejected = split_pairs(reduce_by_sequence(inputs.log_probs_BA, inputs, spec), spec.pairs)
-    ref_chosen, ref_rejected = _read_reference(inputs, spec)
-    margins = spec.dpo_beta * ((chosen - rejected) - (ref_chosen - ref_rejected))
-    smoothing = spec.label_smoothing
+    margins, smoothing = compute_margins(inputs, spec, read_reference(inputs, spec)), spec.label_smoothing
     losses: Tensor = -F.logsigmoid(margins) * (1 - smoothing) - F.logsigmoid(-margins) * smoothing
     return losses.mean()
+
+
+def compute_margins(inputs: ObjectiveInputs, spec: ObjectiveSpec, reference: tuple[Tensor, Tensor]) -> Tensor:
+    """Compute by how much the policy prefers each chosen sequence more than the reference does, times beta, [pairs].
+
+    reference  its log-probs of the chosen sequences and of the rejected ones
+    """
+    chosen, rejected = split_pairs(reduce_by_sequence(inputs.log_probs_BA, inputs, spec), spec.pairs)
+    ref_chosen, ref_rejected = reference
+    return spec.dpo_beta * ((chosen - rejected) - (ref_chosen - ref_rejected))
 
 
 def reduce_by_sequence(values_BA: Tensor, inputs: ObjectiveInputs, spec: ObjectiveSpec) -> Tensor:
@@ -47,8 +50,15 @@ def split_pairs(values: Tensor, pairs: PairOrder) -> tuple[Tensor, Tensor]:
             return values[0::2], values[1::2]
 
 
-def _read_reference(inputs: ObjectiveInputs, spec: ObjectiveSpec) -> tuple[Tensor, Tensor]:
-    """Read the reference's numbers: as noted for each pair or sequence, else from its tokens' log-probs."""
+def read_reference(inputs: ObjectiveInputs, spec: ObjectiveSpec) -> tuple[Tensor, Tensor]:
+    """Read the reference's numbers: as noted for each pair or sequence, else from its tokens' log-probs.
+
+    Raises ObjectiveError for an odd number of sequences, or where the capture lacks them.
+    """
+    if inputs.recorded.num_sequences % 2:
+        why = f": {inputs.recorded.num_sequences} sequences are no pairs"
+        advice = f"Try: {Setting('loss', 'sft')}, or a capture with chosen and rejected sequences"
+        raise ObjectiveError(inputs.recorded.source, why, advice)
     chosen, rejected = inputs.find(*REF_CHOSEN), inputs.find(*REF_REJECTED)
     num_pairs = inputs.recorded.num_sequences // 2
     if chosen is not None and rejected is not None:

@@ -21,6 +21,7 @@ from capture.file_format.micro_batch import IGNORED_LABEL, LOSS_GRADIENTS, LOSS_
 from capture.file_format.tensor_codec import RandomStates
 from replay.objective.inputs import ObjectiveData, ObjectiveInputs
 from replay.objective.objective import is_of_log_probs, select_loss_tokens
+from replay.options.declarations import OBJECTIVES
 from replay.options.declarations.policy import POLICY
 from replay.options.declarations.tensor_names import ADVANTAGES, OLD_LOG_PROBS
 from replay.options.option_parsing import describe_error
@@ -157,21 +158,6 @@ class PassTrials:
             not_run=self.not_run,
         )
 
-    def run_on_replayed_log_probs(self) -> TrialReport:
-        """Try policy losses of the log-probs that the replay had, by weights that no actor has any longer.
-
-        All ranks must call this.
-        """
-        values = self.own_pass.replayed.all_action_log_probs
-        mask_BA = self.rows.prepared.action_mask_BA
-        results: list[TrialResult] = []
-        # A packed row may have other columns.
-        if not any(self._gather(len(values) != mask_BA.numel())):
-            log_probs_BA = torch.tensor([value or 0.0 for value in values], dtype=torch.float64).view(mask_BA.shape)
-            self.unchanged = self._find_with_own_loss(log_probs_BA)
-            results = self._try_policies(None, log_probs_BA)
-        return TrialReport(index=self.own_pass.record.index, results=results, log_probs_agree=self._has_right_forward)
-
     def _open(self, spec: ResolvedReplay) -> AbstractContextManager[TrialActor]:
         repeater = self.repeater
         return TrialActor.open(
@@ -221,7 +207,8 @@ class PassTrials:
             self.unchanged = self._find_with_own_loss(unchanged_BA)
             return self._confirm(actor, self._try_losses(actor, unchanged_BA))
         if is_objective(self.repeater.spec.measure.loss) and not any(self._gather(self._is_wrong)):
-            self.not_run.append("of the losses of an objective none is known that a job may have taken for it")
+            if self.repeater.spec.measure.loss not in OBJECTIVES:
+                self.not_run.append("no other loss is known that a job may have taken for the function of --loss")
             return []
         is_right = all(self._gather(self._has_right_forward or not self._is_wrong))
         has_log_probs = any(self._gather(self._has_judged_log_probs))
@@ -373,22 +360,22 @@ class PassTrials:
         own_loss = self.own_pass.record.result.loss if self.evaluator.has_objective else None
         return self.evaluator.find(log_probs_BA, own_loss)
 
-    def _try_policies(self, actor: TrialActor | None, log_probs_BA: Tensor) -> list[TrialResult]:
-        """Try other policy losses of the same log-probs and notes. All ranks must call this.
+    def _try_policies(self, actor: TrialActor, log_probs_BA: Tensor) -> list[TrialResult]:
+        """Try policy losses that need whole logits: with an entropy, or a temperature. All ranks must call this.
 
-        actor  computes entropies and logits; None: without them
+        Losses of log-probs alone were tried in the pass itself (loss_variants.py).
         """
         recorded = self.own_pass.recorded
         dtypes = [] if recorded is None else list_dtypes(recorded, self.settings)
         data = ObjectiveData.collect(self.call, self.batch)
         is_known = is_of_log_probs(self.call, dtypes)
-        entropy_BA = None
-        if actor is not None and any(self._gather(not is_known)):
-            entropy_BA = actor.measure_entropies()
+        if all(self._gather(is_known)):
+            return []
+        entropy_BA = actor.measure_entropies()
         cases = [("", self._make_case(log_probs_BA, data, None if is_known else entropy_BA))]
-        temperature = None if actor is None else self._fit_temperature(actor, cases[0][1], is_known=is_known)
+        temperature = self._fit_temperature(actor, cases[0][1], is_known=is_known)
         temperatures = [found for found in self._gather(temperature) if found is not None]
-        if actor is not None and temperatures:
+        if temperatures:
             divided_BA = actor.compute(feed_as_captured(self.rows), partial(divide_logits, temperature=temperatures[0]))
             cases.append((f"divides its logits by {temperatures[0]:g}", self._make_case(divided_BA, data, None)))
         own: dict[str, OwnTrial] = {}

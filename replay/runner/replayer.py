@@ -25,7 +25,6 @@ from replay.objective.objective import (
     padding_may_predict_label,
     select_loss_tokens,
 )
-from replay.options.declarations.policy import POLICY
 from replay.options.option_parsing import format_error_with_flags
 from replay.options.resolved import ResolvedReplay
 from replay.options.spec import WindowWeights
@@ -37,6 +36,7 @@ from replay.runner.accumulation_window import AccumulationWindow
 from replay.runner.checkpoint import digest_inputs
 from replay.runner.first_uses import ExpectedTimes, record_second_run
 from replay.runner.generator_observer import GeneratorObserver, RandomDrawCounter, was_fed_as_captured
+from replay.runner.loss_variants import try_losses
 from replay.runner.meter import Meter
 from replay.runner.non_finite import NonFiniteSearch
 from replay.runner.observers import (
@@ -64,6 +64,7 @@ from replay.runner.run_pass import (
     run_pass_again,
 )
 from replay.runner.step_follower import StepFollower
+from replay.tolerances.job_bounds import LOSS
 from replay.tracing.writer import TraceWriter
 from replay.verdict.judge import PassEvidence
 from replay.verdict.recorded_pass import (
@@ -78,11 +79,12 @@ from replay.verdict.recorded_pass import (
     read_token_positions,
 )
 from replay.verdict.special_tokens import SpecialTokens
+from replay.verdict.tried_losses import TriedLosses
 from replay.verdict.weight_check import WeightChecker
 from replay.watch.progress import RankPhase, Tracker
 
-# Of so many passes whose noted policy loss is another one, by more than this, all log-probs are kept.
-MAX_KEPT_FOR_TRIALS, MIN_LOSS_DIFFERENCE = 2, 1e-5
+# Passes whose loss is not the job's that other losses are computed of.
+MAX_TRIED_PASSES = 8
 
 
 class ReopeningError(RuntimeError):
@@ -185,10 +187,11 @@ class Replayer:
         self._is_pass_counted = False
         self._random_draw_counter = RandomDrawCounter()
         self._objective = Objective.open(spec)
-        self._num_kept_for_trials = 0
         self._kept_logits = (
             KeptLogits() if self._objective is not None and self._objective.needs_logits_or_entropies else None
         )
+        self._make_objective_inputs: Callable[[Tensor], ObjectiveInputs] | None = None
+        self._num_tried_passes = 0
         self._routing = PassRouting.open(reopenable_actor.backend.model, spec)
         self._special_tokens = SpecialTokens.from_config(strip_config(self.model_source.config))
         # In a left-padded row the last padding token predicts the label of the row's first token, and a model's own
@@ -285,7 +288,7 @@ class Replayer:
                 recorded_pass = doubt_loss_and_grad_norm(recorded_pass, job_router_loss.why_not_computable)
             self.tracker.set_shapes(batch.num_rows, batch.num_padded_tokens, batch.num_real_tokens)
             batch = select_loss_tokens(self.spec.measure.loss, add_model_positions(batch, self.model_source.config))
-            record, replayed_pass = self._run_micro_batch(record, captured_call, batch, extra_observers)
+            record, replayed_pass = self._run_micro_batch(record, captured_call, recorded_pass, batch, extra_observers)
             # Adds how many random numbers job and replay drew, in the first pass where that differs.
             recorded_pass, replayed_pass = self._random_draw_counter.add_counts(
                 recorded_pass, replayed_pass, captured_call.random
@@ -324,6 +327,7 @@ class Replayer:
         self,
         record: PassRecord,
         captured_call: CapturedCall,
+        recorded_pass: RecordedPass,
         batch: MicroBatch,
         extra_observers: Sequence[PassObserver],
     ) -> tuple[PassRecord, ReplayedPass]:
@@ -392,6 +396,7 @@ class Replayer:
             has_job_routes=self._routing.has_job_routes(outcome.router_flips),
             job_router_loss=self._routing.describe_job_loss(captured_call, outcome.router_loss_factor),
             weights_before_pass=weights_before_pass,
+            tried_losses=self._try_losses(outcome, inputs, recorded_pass),
         )
         if self.details_folder is not None:
             write_token_log_probs(
@@ -469,7 +474,14 @@ class Replayer:
             compute_loss: Callable[[Tensor], Tensor] = partial(_compute_mean_loss, actor_inputs)
         else:
             actor_inputs = replace(actor_inputs, kept_logits=self._kept_logits)
-            compute_loss = self._make_objective_loss(actor_inputs, objective_data)
+            assert self._objective is not None
+            objective, self._make_objective_inputs = self._objective, self._bind_objective(actor_inputs, objective_data)
+            make_objective_inputs = self._make_objective_inputs
+
+            def compute_objective(log_probs_BA: Tensor) -> Tensor:
+                return objective(make_objective_inputs(log_probs_BA))
+
+            compute_loss = compute_objective
         routes, router_loss_term = self._routing.prepare(captured_call, batch, actor_inputs)
         return PassInputs(
             actor_inputs=actor_inputs,
@@ -520,12 +532,14 @@ class Replayer:
             return self.window.find_token_weight(index, self.world.data_rank)
         return self.window.find_job_weight(index, self.world.data_rank)
 
-    def _make_objective_loss(
+    def _bind_objective(
         self, actor_inputs: ActorInputs, objective_data: ObjectiveData
-    ) -> Callable[[Tensor], Tensor]:
-        """Return the loss of the pass as a function of its log-probs. Their rows may be reversed."""
-        assert self._objective is not None
-        objective, objective_data_on_device = self._objective, objective_data.to(self.world.device)
+    ) -> Callable[[Tensor], ObjectiveInputs]:
+        """Return what the objective of the pass is computed from, as a function of its log-probs [B, A].
+
+        Their rows may be reversed.
+        """
+        objective_data_on_device = objective_data.to(self.world.device)
         has_reversed_rows, kept_logits = self.spec.inputs.reverse_rows, self._kept_logits
         # If the rounds are unknown, the pass is taken for the whole window.
         token_counts = self.window.count_tokens() or [int(actor_inputs.action_mask_BA.sum())]
@@ -533,20 +547,36 @@ class Replayer:
         def restore_row_order(tensor: Tensor) -> Tensor:
             return tensor.flip(0) if has_reversed_rows else tensor
 
-        def compute_loss(log_probs_BA: Tensor) -> Tensor:
-            return objective(
-                ObjectiveInputs(
-                    log_probs_BA=restore_row_order(log_probs_BA),
-                    action_mask_BA=restore_row_order(actor_inputs.action_mask_BA),
-                    recorded=objective_data_on_device,
-                    num_window_tokens=sum(token_counts),
-                    num_window_passes=len(token_counts),
-                    kept_logits=kept_logits,
-                    kept_logits_are_reversed=has_reversed_rows,
-                )
+        def make_objective_inputs(log_probs_BA: Tensor) -> ObjectiveInputs:
+            return ObjectiveInputs(
+                log_probs_BA=restore_row_order(log_probs_BA),
+                action_mask_BA=restore_row_order(actor_inputs.action_mask_BA),
+                recorded=objective_data_on_device,
+                num_window_tokens=sum(token_counts),
+                num_window_passes=len(token_counts),
+                kept_logits=kept_logits,
+                kept_logits_are_reversed=has_reversed_rows,
             )
 
-        return compute_loss
+        return make_objective_inputs
+
+    def _try_losses(self, outcome: PassOutcome, inputs: PassInputs, recorded_pass: RecordedPass) -> TriedLosses | None:
+        """Compute what other losses the job may have taken for its objective, while the replay has the job's weights.
+
+        None where the objective's loss is the job's, where there is none, and after MAX_TRIED_PASSES passes.
+        """
+        # A loss of routers is added to the objective's, and reversed rows are not those of the recorded gradient.
+        is_plain = outcome.router_loss is None and not inputs.has_reversed_rows
+        if self._objective is None or not inputs.train_mode or not is_plain:
+            return None
+        if self._num_tried_passes == MAX_TRIED_PASSES:
+            return None
+        claims = (claim for claim in recorded_pass.claims if claim.name == LOSS and claim.doubt is None)
+        job_loss = next((claim.values[0] for claim in claims), None)
+        assert self._make_objective_inputs is not None
+        tried_losses = try_losses(self._objective, self._make_objective_inputs, outcome.log_probs_BA, job_loss)
+        self._num_tried_passes += tried_losses is not None
+        return tried_losses
 
     def _find_non_finite_before_step(self, inputs: PassInputs) -> str | None:
         """Return the name of the first tensor that is not finite in the forward, or why it cannot be found.
@@ -557,16 +587,6 @@ class Replayer:
         return self.non_finite_search.find_first(
             self.reopenable_actor.backend, inputs_without_backward, have_weights_changed=False
         )
-
-    def _is_of_another_policy_loss(self, outcome: PassOutcome, captured_call: CapturedCall) -> bool:
-        """Tell whether the job noted another policy loss: then losses are tried, of the weights of this pass."""
-        noted = captured_call.outputs.get("noted_loss")
-        is_policy = self._objective is not None and self._objective.loss == POLICY.name
-        if not is_policy or not isinstance(noted, float) or self._num_kept_for_trials >= MAX_KEPT_FOR_TRIALS:
-            return False
-        is_other = abs(noted - outcome.loss.item()) > MIN_LOSS_DIFFERENCE * max(1.0, abs(noted))
-        self._num_kept_for_trials += is_other
-        return is_other
 
     def _collect_log_probs(
         self, outcome: PassOutcome, inputs: PassInputs, captured_call: CapturedCall, batch: MicroBatch
@@ -581,7 +601,6 @@ class Replayer:
         targets = find_targets_equal_to_input_tokens(with_rows_reversed(batch) if is_reversed else batch)
         action_mask_BA = inputs.actor_inputs.action_mask_BA
         needs_all_action_tokens = self.details_folder is not None or _has_output_of_every_token(captured_call)
-        needs_all_action_tokens |= self._is_of_another_policy_loss(outcome, captured_call)
         at_recorded_positions = list_log_probs_at(
             outcome.log_probs_BA,
             action_mask_BA & targets.are_input_tokens_BA.to(self.world.device),

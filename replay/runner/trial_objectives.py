@@ -24,6 +24,8 @@ from replay.verdict.causes.trial_rules import MANY_VALUES
 NEVER_CLIPPED = 1e9
 # Relative: two losses that are no further apart are the same one.
 SAME_LOSS = 1e-12
+# Two changes are tried where their loss comes so near to the job's, relatively or absolutely.
+NEAR_LOSS = 1e-2
 # A policy's temperature lies between these.
 TEMPERATURES = (0.2, 5.0)
 CLIPS = (0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5)
@@ -40,8 +42,11 @@ class PolicyForm:
     reduction    of `spec`, or `rows`: the sum divided by the rows; `places`: by all columns, `sum`: by nothing
     takes_worse  the larger of the two losses is not taken, but the smaller
     sign         -1 where the job goes the other way
-    ratio        `ratio`; `chance`: the chance itself; `log`: the log-prob itself
+    ratio        `ratio`; `inverted`: the old policy's to the new one's; `sequence`: one for each sequence, of the mean
+                 of its log-ratios; `chance`: the chance itself; `log`: the log-prob itself
+    advantages   as noted; `whitened` or `centred` once more over the pass's tokens; `ones`; `reversed`, by rows
     kl_sign      -1 where the divergence is rewarded
+    swaps_kl     the divergence is that of the reference to the policy
     """
 
     spec: ObjectiveSpec
@@ -49,7 +54,9 @@ class PolicyForm:
     takes_worse: bool = True
     sign: float = 1.0
     ratio: str = "ratio"
+    advantages: str = ""
     kl_sign: float = 1.0
+    swaps_kl: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -108,7 +115,7 @@ class PolicyCase:
             inputs=inputs,
             spec=spec,
             job_loss=job_loss,
-            gradient_BA=_place_gradients(inputs),
+            gradient_BA=place_gradients(inputs),
             entropy_BA=entropy_BA,
         )
 
@@ -142,11 +149,17 @@ class PolicyCase:
     def _compute_tokens(self, form: PolicyForm) -> Tensor:
         inputs, spec = self.inputs, form.spec
         log_probs_BA = inputs.log_probs_BA
-        advantages_BA = inputs.of_tokens(*ADVANTAGES).to(log_probs_BA.dtype)
+        advantages_BA = self._read_advantages(form).to(log_probs_BA.dtype)
         old_BA = log_probs_BA.detach() if spec.on_policy else inputs.of_tokens(*OLD_LOG_PROBS).to(log_probs_BA.dtype)
         match form.ratio:
             case "log":
                 loss_BA = -log_probs_BA * advantages_BA
+            case "inverted":
+                loss_BA = compute_clipped_loss(old_BA, log_probs_BA, advantages_BA, spec)
+            case "sequence":
+                sums = inputs.sum_by_sequence(log_probs_BA - old_BA) / inputs.num_tokens_by_sequence().clamp(min=1)
+                ratio_BA = sums[inputs.recorded.sequence_BA]
+                loss_BA = compute_clipped_loss(ratio_BA, torch.zeros_like(old_BA), advantages_BA, spec)
             case "chance":
                 loss_BA = compute_clipped_loss(log_probs_BA, torch.zeros_like(old_BA), advantages_BA, spec)
             case _ if form.takes_worse:
@@ -156,9 +169,24 @@ class PolicyCase:
         loss_BA = form.sign * loss_BA
         if spec.kl_coefficient:
             reference_BA = inputs.of_tokens(*REF_LOG_PROBS).to(log_probs_BA.dtype)
-            divergence_BA = estimate_divergence(log_probs_BA, reference_BA, spec.kl)
+            pair = (reference_BA, log_probs_BA) if form.swaps_kl else (log_probs_BA, reference_BA)
+            divergence_BA = estimate_divergence(*pair, spec.kl)
             loss_BA = loss_BA + form.kl_sign * spec.kl_coefficient * divergence_BA
         return loss_BA
+
+    def _read_advantages(self, form: PolicyForm) -> Tensor:
+        advantages_BA, mask_BA = self.inputs.of_tokens(*ADVANTAGES), self.inputs.action_mask_BA
+        match form.advantages:
+            case "ones":
+                return torch.ones_like(advantages_BA)
+            case "reversed":
+                return advantages_BA.flip(0)
+            case "centred":
+                return advantages_BA - advantages_BA[mask_BA].mean()
+            case "whitened":
+                values_N = advantages_BA[mask_BA]
+                return (advantages_BA - values_N.mean()) / (values_N.std(correction=0) + 1e-8)
+        return advantages_BA
 
     def _reduce(self, loss_BA: Tensor, form: PolicyForm) -> Tensor:
         if not form.reduction:
@@ -183,23 +211,29 @@ class PolicyCase:
             slope_BA = -chance_BA * (log_probs_BA.detach() + self.entropy_BA)
             own_BA = own_BA - entropy_weight * share_BA * slope_BA
         mask_BA = self.inputs.action_mask_BA
-        own_BA = torch.where(mask_BA, own_BA, 0.0)
-        length = float(own_BA.square().sum())
-        factor = max(float((self.gradient_BA * own_BA).sum()) / length, 0.0) if length > 0 else 0.0
-        return float((self.gradient_BA - factor * own_BA).norm() / self.gradient_BA.norm().clamp(min=1e-30))
+        return measure_distance(self.gradient_BA, torch.where(mask_BA, own_BA, 0.0))
 
 
-def _place_gradients(inputs: ObjectiveInputs) -> Tensor | None:
+def measure_distance(job_BA: Tensor, own_BA: Tensor) -> float:
+    """Measure how far a gradient is from the nearest positive multiple of the replay's, as a share of the job's."""
+    length = float(own_BA.square().sum())
+    factor = max(float((job_BA * own_BA).sum()) / length, 0.0) if length > 0 else 0.0
+    return float((job_BA - factor * own_BA).norm() / job_BA.norm().clamp(min=1e-30))
+
+
+def place_gradients(inputs: ObjectiveInputs) -> Tensor | None:
     """Place the recorded gradients [B, A] at the tokens that they predict; None if there are none."""
     gradient_BS, target_BS = inputs.find(LOSS_GRADIENTS), inputs.find(LOSS_TARGETS)
     num_actions = inputs.log_probs_BA.shape[1]
     if gradient_BS is None or target_BS is None or num_actions >= gradient_BS.shape[1]:
         return None
-    return gradient_BS[:, -num_actions - 1 : -1].to(inputs.log_probs_BA.dtype)
+    gradient_BA = gradient_BS[:, -num_actions - 1 : -1].to(inputs.log_probs_BA.dtype)
+    # What the loss is of besides is another matter than its formula.
+    return torch.where(inputs.action_mask_BA, gradient_BA, 0.0)
 
 
 def list_policy_trials(case: PolicyCase) -> Iterator[PolicyTrial]:
-    """Yield the losses with one change, then with two; of several with one value the one with the fewest changes."""
+    """Yield the losses with one change; then with two, which come near the job's loss and have no value of before."""
     plain = PolicyForm(spec=case.spec)
     own_value = float(case.compute(plain).detach())
     # A change that this pass does not show is left out.
@@ -216,7 +250,8 @@ def list_policy_trials(case: PolicyCase) -> Iterator[PolicyTrial]:
     for chosen in [*((change,) for change in changes), *pairs]:
         loss = case.compute(_apply(plain, chosen))
         value = float(loss.detach())
-        if any(_is_same(value, other) for other in seen):
+        is_pair = len(chosen) > 1
+        if is_pair and (any(_is_same(value, other) for other in seen) or not _is_near(value, case.job_loss)):
             continue
         seen.append(value)
         yield _make_trial(chosen, value, case.measure_residual(loss))
@@ -236,6 +271,11 @@ def _compute_value(case: PolicyCase, form: PolicyForm, chosen: Sequence[PolicyCh
 
 def _is_same(value: float, other: float) -> bool:
     return abs(value - other) <= SAME_LOSS * abs(other)
+
+
+def _is_near(value: float, job_loss: float) -> bool:
+    """Tell whether a value may be the job's loss; never where that is not known."""
+    return abs(value - job_loss) <= NEAR_LOSS * max(1.0, abs(job_loss))
 
 
 def _list_changes(case: PolicyCase) -> Iterator[PolicyChange]:
@@ -266,6 +306,19 @@ def _list_changes(case: PolicyCase) -> Iterator[PolicyChange]:
                        form={"ratio": "log"}, spec={})  # fmt: skip
     yield PolicyChange(says="has the pass's own log-probs for the old ones, so that each ratio is 1", form={},
                        spec={"on_policy": True}, typed="--on-policy")  # fmt: skip
+    for ratio, says in (
+        ("inverted", "has the ratio of the old policy to the new one"),
+        ("sequence", "has one ratio for each sequence, of the mean of its log-ratios (GSPO)"),
+    ):
+        yield PolicyChange(says=says, form={"ratio": ratio}, spec={})
+    for advantages, says in (
+        ("whitened", "whitens the noted advantages once more, over the pass's tokens"),
+        ("centred", "takes the mean of the noted advantages from each, over the pass's tokens"),
+        ("ones", "has the advantage 1 for each token"),
+        ("reversed", "has the advantages of the rows in reverse order"),
+    ):
+        yield PolicyChange(says=says, form={"advantages": advantages}, spec={})
+    yield from _list_divergence_changes(spec)
     for low in CLIPS:
         yield PolicyChange(
             says=f"clips the ratio to {1 - low:g} ... {1 + low:g}",
@@ -287,6 +340,23 @@ def _list_changes(case: PolicyCase) -> Iterator[PolicyChange]:
             spec={"dual_clip": bound},
             typed=f"--dual-clip {bound:g}",
         )
+
+
+def _list_divergence_changes(spec: ObjectiveSpec) -> Iterator[PolicyChange]:
+    """Yield changes of a divergence that the replay's loss has."""
+    if not spec.kl_coefficient:
+        return
+    yield PolicyChange(says="has no KL term", form={}, spec={"kl_coefficient": 0.0})
+    yield PolicyChange(says="subtracts the KL", form={"kl_sign": -1.0}, spec={})
+    yield PolicyChange(says="has policy and reference swapped in the KL", form={"swaps_kl": True}, spec={})
+    for estimator in KlEstimator:
+        if estimator is not spec.kl:
+            yield PolicyChange(
+                says=f"estimates the KL by {estimator}, not {spec.kl}",
+                form={},
+                spec={"kl": estimator},
+                typed=f"--kl {estimator}",
+            )
 
 
 def _fit_terms(case: PolicyCase, form: PolicyForm, chosen: Sequence[PolicyChange]) -> Iterator[PolicyTrial]:

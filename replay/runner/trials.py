@@ -46,16 +46,6 @@ def find_pass_to_try(verdict: Verdict, passes: Sequence[PassEvidence], *, steps:
     return None if steps and has_stepped else first.index
 
 
-def find_pass_of_other_policy(verdict: Verdict, passes: Sequence[PassEvidence]) -> int | None:
-    """Find the first wrong pass, if a noted loss alone is wrong of it and its log-probs were kept for trials."""
-    wrong = [judged for judged in [*verdict.passes, *verdict.windows] if judged.outcome in _WRONG]
-    first = min(wrong, key=lambda judged: (judged.index, judged.is_window), default=None)
-    if first is None or {finding.name for finding in first.findings if finding.is_wrong} != {LOSS}:
-        return None
-    own = (replayed for record, _, replayed in passes if record.index == first.index)
-    return first.index if all(replayed.all_action_log_probs for replayed in own) else None
-
-
 def find_pass_of_unknown_loss(verdict: Verdict) -> int | None:
     """Find a pass of the first step, if its gradient is the first unsettled number: of a loss not known here."""
     wrong = next((judged for judged in [*verdict.passes, *verdict.windows] if judged.outcome in _WRONG), None)
@@ -107,9 +97,7 @@ def run_trials(
     index = find_pass_to_try(verdict, passes, steps=repeater.spec.measure.steps)
     if index is None:
         index = find_pass_of_unknown_loss(verdict)
-    kept_index = find_pass_of_other_policy(verdict, passes) if index is None else None
-    index = kept_index if index is None else index
-    if index is None or (kept_index is None and may_have_other_weights(passes, index)):
+    if index is None or may_have_other_weights(passes, index):
         return None
     own_passes = {replayed.record.index: replayed for replayed in passes if replayed.record.rank == repeater.world.rank}
     own_pass = own_passes.get(index)
@@ -120,8 +108,6 @@ def run_trials(
     if parallel.tp > 1 or parallel.ring > 1:
         return TrialReport(index=index, results=(), not_run=["under tensor parallelism and a ring no trial runs"])
     try:
-        if kept_index is not None:
-            return PassTrials.open(repeater, own_pass, settings).run_on_replayed_log_probs()
         confirming = find_passes_to_confirm(verdict, passes, index, steps=repeater.spec.measure.steps)
         others = [own_passes[other] for other in confirming]
         return PassTrials.open(repeater, own_pass, settings, others).run()

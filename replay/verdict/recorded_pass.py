@@ -33,6 +33,7 @@ from replay.verdict.random_draws import RandomDraws
 from replay.verdict.special_tokens import SpecialTokens
 from replay.verdict.state_samples import StateElements
 from replay.verdict.token_traits import TokenTraits, read_token_traits
+from replay.verdict.tried_losses import TriedLosses
 
 MOVED, OPTIMIZER, OPTIMIZER_STATE = "weights after a step", "optimizer settings", "optimizer state"
 WEIGHTING = "weighting of passes"
@@ -515,6 +516,7 @@ class ReplayedPass:
     has_job_routes    every token went to the job's experts
     job_router_loss   None where the job's loop had none to add to its loss
     weights_before_pass  those that the pass ran on, where the job sampled them; empty before the first step
+    tried_losses      other losses of the pass's log-probs, where the objective's is not the job's; else None
     """
 
     log_probs_at_recorded_positions: Sequence[float | None] = ()
@@ -528,6 +530,7 @@ class ReplayedPass:
     has_job_routes: bool = False
     job_router_loss: JobRouterLoss | None = None
     weights_before_pass: Sequence[SteppedSample] = ()
+    tried_losses: TriedLosses | None = None
 
 
 def list_action_log_probs(log_probs_BA: Tensor, has_BA: Tensor, *, is_reversed: bool) -> list[float | None]:

@@ -16,7 +16,6 @@ from replay.command_line.cli import main as replay_main
 from replay.runner import replayer
 from replay.runner.run_pass import prepare_actor_inputs
 from replay.runner.trials import (
-    find_pass_of_other_policy,
     find_pass_to_try,
     find_passes_to_confirm,
     may_have_other_weights,
@@ -281,21 +280,3 @@ def test_a_pass_behind_a_step_of_the_job_is_tried_only_on_weights_that_are_its_o
 
     assert [may_have_other_weights(passes, index) for index in range(3)] == [False, True, False]
     assert not may_have_other_weights(first, 0)
-
-
-@pytest.mark.parametrize(
-    ("judged", "is_kept", "index"),
-    [
-        (((0, "", None), (2, LOSS, None)), True, 2),
-        (((0, "", None), (2, LOSS, None)), False, None),
-        # The gradient of an earlier step is wrong before it.
-        (((1, GRADIENT, 0), (2, LOSS, None)), True, None),
-        (((0, "", None),), True, None),
-    ],
-)
-def test_a_later_pass_is_tried_where_its_noted_loss_alone_is_wrong_and_its_log_probs_were_kept(
-    judged: tuple[tuple[int, str, int | None], ...], is_kept: bool, index: int | None
-) -> None:
-    kept = ReplayedPass(all_action_log_probs=[-1.0] if is_kept else ())
-    passes = [PassEvidence(record(number), None, kept) for number in range(3)]
-    assert find_pass_of_other_policy(make_verdict(*judged), passes) == index

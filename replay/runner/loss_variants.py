@@ -1,0 +1,106 @@
+"""Try other losses of a pass's log-probs, where the loss of its objective is not the job's.
+
+They are held against two things that a recording may have: the job's loss, and the gradient of its targets' logits.
+That gradient has as many numbers as tokens, so it tells losses apart whose values are next to each other. The pass has
+run, so its logits are gone: losses with an entropy or a temperature are tried later (pass_trials.py).
+
+Shape letters: B rows, A columns of the action mask (the last tokens of each row).
+"""
+
+import math
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from replay.objective.dpo_variants import list_dpo_variants
+from replay.objective.inputs import ObjectiveError, ObjectiveInputs
+from replay.objective.objective import Objective
+from replay.options.declarations.dpo import DPO
+from replay.options.declarations.policy import POLICY
+from replay.runner.trial_objectives import PolicyCase, list_policy_trials, measure_distance, place_gradients
+from replay.verdict.tried_losses import TriedLoss, TriedLosses
+
+# A pass whose loss is nearer to the job's than this, relatively, and whose gradient is nearer, is the objective's.
+SAME_LOSS, SAME_GRADIENT = 1e-5, 1e-4
+
+
+def try_losses(
+    objective: Objective,
+    make_inputs: Callable[[Tensor], ObjectiveInputs],
+    log_probs_BA: Tensor,
+    job_loss: float | None,
+) -> TriedLosses | None:
+    """Compute other losses of a pass, if the objective's is not the job's; else None.
+
+    log_probs_BA  those of the pass, in the captured order of rows
+    job_loss      None: not recorded
+    """
+    if objective.needs_logits_or_entropies or objective.loss not in (POLICY.name, DPO.name):
+        return None
+    inputs = make_inputs(log_probs_BA.detach().double().requires_grad_())
+    gradient_BA = place_gradients(inputs)
+    if gradient_BA is not None and not bool(gradient_BA.isfinite().all() & (gradient_BA != 0).any()):
+        gradient_BA = None
+    with torch.enable_grad():
+        loss = objective.formula.loss(inputs, objective.spec)
+        own = TriedLoss(
+            name="",
+            says="",
+            try_next="",
+            loss=float(loss.detach()),
+            gradient_apart=_measure_gradient(loss, inputs, gradient_BA),
+            num_changes=0,
+        )
+        is_same_loss = job_loss is None or math.isclose(own.loss, job_loss, rel_tol=SAME_LOSS, abs_tol=SAME_LOSS)
+        if is_same_loss and (own.gradient_apart is None or own.gradient_apart <= SAME_GRADIENT):
+            return None
+        list_others = _try_policies if objective.loss == POLICY.name else _try_pairs
+        others = list(list_others(objective, inputs, gradient_BA, math.nan if job_loss is None else job_loss))
+    return TriedLosses(
+        own=own, others=others, num_gradients=0 if gradient_BA is None else int((gradient_BA != 0).sum())
+    )
+
+
+def _try_policies(
+    objective: Objective, inputs: ObjectiveInputs, gradient_BA: Tensor | None, job_loss: float
+) -> Iterator[TriedLoss]:
+    case = PolicyCase(inputs=inputs, spec=objective.spec, job_loss=job_loss, gradient_BA=gradient_BA)
+    for trial in list_policy_trials(case):
+        yield TriedLoss(
+            name=trial.name,
+            says=trial.says,
+            try_next=trial.try_next,
+            loss=trial.loss,
+            gradient_apart=trial.residual,
+            num_changes=trial.num_changes,
+            is_fitted=trial.is_fitted,
+        )
+
+
+def _try_pairs(
+    objective: Objective, inputs: ObjectiveInputs, gradient_BA: Tensor | None, job_loss: float
+) -> Iterator[TriedLoss]:
+    for variant in list_dpo_variants(objective.spec):
+        try:
+            loss = variant.loss(inputs)
+        except ObjectiveError:
+            # The capture lacks what this one is computed from.
+            continue
+        yield TriedLoss(
+            name=variant.says,
+            says=variant.says,
+            try_next=variant.try_next,
+            loss=float(loss.detach()),
+            gradient_apart=_measure_gradient(loss, inputs, gradient_BA),
+        )
+
+
+def _measure_gradient(loss: Tensor, inputs: ObjectiveInputs, gradient_BA: Tensor | None) -> float | None:
+    if gradient_BA is None:
+        return None
+    log_probs_BA = inputs.log_probs_BA
+    (weight_BA,) = torch.autograd.grad(loss, log_probs_BA, retain_graph=True)
+    # A logit's derivative by its own token's log-prob.
+    own_BA = weight_BA * (1 - log_probs_BA.detach().exp())
+    return measure_distance(gradient_BA, torch.where(inputs.action_mask_BA, own_BA, 0.0))
