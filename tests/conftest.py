@@ -1,6 +1,7 @@
 """One process group for all replays that tests run in their own process, and one thread for each process."""
 
 import gc
+import multiprocessing
 import os
 import re
 import shutil
@@ -12,7 +13,8 @@ from contextlib import nullcontext
 from functools import partialmethod
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 import pytest
 
@@ -168,6 +170,32 @@ def what_is_written_fits_its_schema() -> Iterator[None]:
     """Fail a test in which a process wrote a log or a result that is not as replay/schemas/ says."""
     yield
     assert written_json.take_breaches() == [], "what was written does not fit replay/schemas/"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def replays_fork_from_a_warm_process() -> Iterator[None]:
+    """Have the fork server of replays forked, too, and not started: each pytest worker would import all once more."""
+    from replay.processes import forkserver
+
+    start = forkserver.start
+
+    def start_warm(*arguments: Any) -> Any:
+        multiprocessing.set_executable(str(warm.warm_bin() / "python"))
+        return start(*arguments)
+
+    with patch.object(forkserver, "start", start_warm):
+        yield
+
+
+@pytest.fixture(scope="module")
+def fork_server_as_a_users() -> Iterator[None]:
+    """Start the fork server of replays with all its imports, as a user's command does."""
+    from replay.processes import forkserver
+
+    forkserver._forget_server()
+    with patch.object(warm, "warm_bin", lambda: warm.COLD_BIN):
+        yield
+    forkserver._forget_server()
 
 
 @pytest.fixture(scope="session")

@@ -99,6 +99,7 @@ def test_fields_may_come_and_none_may_go(log: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("fork_server_as_a_users")
 def test_what_a_process_writes_otherwise_than_its_schema_says_is_noticed(tmp_path: Path) -> None:
     """In this process, in one that Python starts, and in one that the fork server of replays starts."""
     code = f"""

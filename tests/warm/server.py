@@ -8,10 +8,12 @@ safe. It says `ready` when it can be asked, and ends after the process OWNER. Se
 
 import atexit
 import ctypes
+import fcntl
 import gc
 import importlib
 import importlib.util
 import json
+import multiprocessing
 import os
 import random
 import runpy
@@ -38,6 +40,7 @@ IMPORTS = (  # none that is run with -m: runpy warns of those that are there alr
     "deepspeed.runtime.zero.muon.muon_optimizer",
     "capture.run",
 )
+MAX_PASSED, FIRST_FREE = 16, 500  # descriptors of a program, and a number above all of theirs
 RAY_WORKER_IMPORTS = ("fsspec", "jsonschema", "pandas", "pyarrow.fs", "pydantic.v1", "requests")
 
 
@@ -47,7 +50,7 @@ class Program(NamedTuple):
     arguments: list[str]
     folder: str
     environment: dict[str, str]
-    streams: list[int]
+    streams: dict[int, int]  # by the number that the program is to find it by
 
 
 def serve(address: str, owner: int, more_imports: Sequence[str]) -> Program:
@@ -100,13 +103,13 @@ def _threads() -> list[str]:
 
 def keep(connection: socket.socket) -> Program:
     """Fork once more, and tell the stand-in how the program ends; without a stand-in the program is ended."""
-    header, streams, _, _ = socket.recv_fds(connection, 8, 3)
+    header, streams, _, _ = socket.recv_fds(connection, 8, MAX_PASSED)
     with connection.makefile("rb") as file:
-        arguments, folder, environment = json.loads(file.read(int.from_bytes(header, "big")))
+        arguments, folder, environment, numbers = json.loads(file.read(int.from_bytes(header, "big")))
     process = os.fork()
     if process == 0:
         connection.close()
-        return Program(arguments, folder, environment, streams)
+        return Program(arguments, folder, environment, dict(zip(numbers, streams, strict=True)))
     connection.sendall(f"{process}\n".encode())
     for stream in streams:
         os.close(stream)
@@ -122,7 +125,11 @@ def keep(connection: socket.socket) -> Program:
 
 def become(program: Program, stand_in: str) -> list[str]:
     """Put on the program's surroundings. Returns its arguments."""
-    for number, stream in enumerate(program.streams):
+    # One may have the number that another is to get.
+    streams = {number: fcntl.fcntl(stream, fcntl.F_DUPFD, FIRST_FREE) for number, stream in program.streams.items()}
+    for stream in program.streams.values():
+        os.close(stream)
+    for number, stream in streams.items():
         os.dup2(stream, number)
         os.close(stream)
     os.chdir(program.folder)
@@ -130,6 +137,7 @@ def become(program: Program, stand_in: str) -> list[str]:
     os.environ.update(program.environment)
     sys.path[1:1] = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
     sys.executable = stand_in
+    multiprocessing.set_executable(stand_in)
     if GRAPHS in os.environ:
         torch: Any = sys.modules["torch"]
         torch.compile = partial(torch.compile, backend="aot_eager")
@@ -148,7 +156,8 @@ def write_command_line(words: Sequence[str]) -> None:
 def run_python(arguments: list[str]) -> None:
     """As the interpreter does with its command line."""
     is_path_safe = False
-    while arguments[0] in ("-u", "-P"):  # as the server was started, and without the program's folder on the path
+    # As the server was started, and without the program's folder on the path.
+    while arguments[0] in ("-u", "-B", "-P"):
         is_path_safe = is_path_safe or arguments[0] == "-P"
         del arguments[0]
     if is_path_safe:

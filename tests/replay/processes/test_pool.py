@@ -24,6 +24,8 @@ from tests.helpers.commands import ROOT
 from tests.helpers.made_time import an_hour_a_line
 from tests.warm import warm_bin
 
+pytestmark = pytest.mark.usefixtures("fork_server_as_a_users")
+
 WAIT = "time.sleep(0.01)"
 
 
