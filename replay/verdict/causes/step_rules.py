@@ -7,6 +7,7 @@ from replay.verdict.causes.evidence import CauseEvidence, CauseRule, name_time
 from replay.verdict.causes.model_rules import FORWARD_FINDINGS
 from replay.verdict.cleared_passes import find_cleared_passes
 from replay.verdict.findings import Finding
+from replay.verdict.gradient_findings import list_steps
 from replay.verdict.optimizer_facts import (
     StateFactKind,
     count_stepped_parameters,
@@ -176,6 +177,15 @@ def find_other_moments(evidence: CauseEvidence) -> Cause | None:
     if evidence.settings.loaded_counts is not None and evidence.find_window(verdict) is evidence.windows[0]:
         return _name_other_given_state(evidence, verdict, finding)
     where = "" if finding.where is None else f" ({finding.where})"
+    if zeroed := _list_zeroed_moments(evidence, verdict):
+        return Cause(
+            name=CauseName.OPTIMIZER_STATE,
+            sureness=Sureness.IS,
+            sentence=f"the optimizer's {' and '.join(zeroed)} was 0 before {verdict.window_name}, though it had "
+            "stepped, and its recorded gradients give another",
+            try_next="look for moments that are set to 0, or made anew, while the optimizer goes on",
+            explains=EXPLAINED,
+        )
     return Cause(
         name=CauseName.GRADIENTS_CHANGED,
         sureness=Sureness.PROBABLY,
@@ -209,6 +219,17 @@ def _name_other_given_state(evidence: CauseEvidence, verdict: PassVerdict, findi
         try_next="give the state that the job loaded; or look for what loads another one, or changes it after loading",
         explains=EXPLAINED,
     )
+
+
+def _list_zeroed_moments(evidence: CauseEvidence, verdict: PassVerdict) -> list[str]:
+    """List the moments that were 0 in all samples before a step of the job that was not its first."""
+    values: dict[str, list[float]] = {}
+    for step in list_steps(evidence.find_window(verdict) or ()):
+        for sample in step.state:
+            for key, elements in sample.values.items():
+                values.setdefault(key, []).extend(elements)
+    has_stepped = bool(verdict.optimizer_step)
+    return [key for key, elements in values.items() if has_stepped and not any(elements)]
 
 
 def find_left_out_parameters(evidence: CauseEvidence) -> Cause | None:

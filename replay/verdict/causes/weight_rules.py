@@ -1,11 +1,13 @@
 """Tell when the replay did not run on the weights that the job had."""
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 import torch
 
 from capture.file_format.name_patterns import format_patterns
+from capture.file_format.optimizer_step import OptimizerStep, parse_numbers
 from replay.output.text import name_some, pluralise
 from replay.tolerances.difference import FP32_SPACING
 from replay.tolerances.job_bounds import STEPPED
@@ -139,7 +141,20 @@ def find_other_update(evidence: CauseEvidence) -> Cause | None:
             try_next="hold what the job's class does in its first step against the class that your function builds",
             explains=(STEPPED, *EXPLAINED),
         )
-    if (cause := _find_average(evidence, verdict) or _find_scaled_step(evidence, verdict, samples)) is not None:
+    if num_shared := max(map(_count_shared_parameters, list_steps(evidence.find_window(verdict) or ())), default=0):
+        return Cause(
+            name=CauseName.OPTIMIZER,
+            sureness=Sureness.PROBABLY,
+            sentence=f"two optimizers of the job hold {pluralise(num_shared, 'parameter')} both, and each step moves "
+            f"what both hold twice, {name_time(verdict)}",
+            try_next="give each parameter to one optimizer",
+            explains=(STEPPED, *EXPLAINED),
+        )
+    if (
+        cause := _find_average(evidence, verdict)
+        or _find_scaled_step(evidence, verdict, samples)
+        or _find_decay(verdict, samples)
+    ) is not None:
         return cause
     drifts = [drift.excess for sample in samples if (drift := measure_drift(sample)) is not None]
     if drifts and sorted(drifts)[len(drifts) // 2] > OTHER_MASTERS:
@@ -249,6 +264,46 @@ def _find_scaled_step(evidence: CauseEvidence, verdict: PassVerdict, samples: Se
         sentence=f"the step moves all weights {times:.4g} times as far as the gradient and the settings that were "
         f"recorded, {name_time(verdict)}",
         try_next="look for what multiplies gradients, the rate or the update between the clipping and the step",
+        explains=(STEPPED, *EXPLAINED),
+    )
+
+
+def _count_shared_parameters(step: OptimizerStep) -> int:
+    """Count the parameters that several groups of a step hold: several optimizers, since one refuses that."""
+    counts = Counter(number for group in step.settings for number in set(parse_numbers(group.get("parameters", ""))))
+    return sum(count > 1 for count in counts.values())
+
+
+def _find_decay(verdict: PassVerdict, samples: Sequence[SteppedSample]) -> Cause | None:
+    """Say by which factor the job multiplies weights besides the step, if it does so: it decays them by hand, say.
+
+    The factor may act on some parameters alone, before the step or behind it.
+    """
+    elements = [
+        (sample.name, job - replay, weight, replay)
+        for sample in samples
+        for job, replay, weight in zip(sample.job_values, sample.replay_values, sample.initial_values, strict=True)
+    ]
+    moved_names = {name for name, moved, weight, _ in elements if abs(moved) > 8 * FP32_SPACING * abs(weight)}
+    moved_N, *bases = (
+        torch.tensor([element[place] for element in elements if element[0] in moved_names], dtype=torch.float64)
+        for place in (1, 2, 3)
+    )
+    if len(moved_N) < LEAST_ELEMENTS:
+        return None
+    fits = []
+    for base_N in bases:
+        share = float(moved_N @ base_N) / float(base_N.square().sum() or 1.0)
+        fits.append((float((moved_N - share * base_N).norm()), share, float(base_N.norm())))
+    residual, share, size = min(fits)
+    if residual > MAX_RESIDUAL * float(moved_N.norm()) + FP32_SPACING * size:
+        return None
+    names = name_some(format_patterns(sorted(moved_names), sorted({name for name, *_ in elements})), 3)
+    return Cause(
+        name=CauseName.WEIGHTS_CHANGED,
+        sureness=Sureness.PROBABLY,
+        sentence=f"the job multiplies {names} by {1 + share:.6g} besides the step, {name_time(verdict)}",
+        try_next="look for a weight decay by hand, or one of another code, beside the optimizer's own",
         explains=(STEPPED, *EXPLAINED),
     )
 

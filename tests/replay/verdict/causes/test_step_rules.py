@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from actor_init.spec import ActorSpec
+from capture.file_format.optimizer_state import StateSample
 from replay.tolerances.job_bounds import GRAD_NORM, GRADIENT_NORMS, LOSS, STEPPED
 from replay.verdict.causes.cause import CauseName, Sureness
 from replay.verdict.causes.clipping import find_other_norm
@@ -158,6 +159,19 @@ def test_moments_of_another_gradient_are_told_where_the_gradient_agrees(off: flo
     cause = find_other_moments(evidence)
     assert (cause is not None) is is_found
     assert cause is None or (cause.name, cause.sureness) == (CauseName.GRADIENTS_CHANGED, Sureness.PROBABLY)
+
+
+@pytest.mark.parametrize(("squares", "is_reset"), [((0.0, 0.0), True), ((0.0, 0.1), False)])
+def test_moments_that_are_all_0_behind_a_step_were_reset(squares: tuple[float, ...], is_reset: bool) -> None:
+    [compared] = make_window([SOUND], SOUND, index=1)
+    assert compared.recorded.step_after is not None
+    state = StateSample(name="a", shape=(2,), start=0, values={"exp_avg": (0.1, 0.2), "exp_avg_sq": squares})
+    step = replace(compared.recorded.step_after, state=(state,))
+    window = [replace(compared, recorded=replace(compared.recorded, step_after=step))]
+    cause = find_other_moments(make_gradient_evidence(window, names=(OPTIMIZER_STATE,)))
+    assert cause is not None
+    assert (cause.name is CauseName.OPTIMIZER_STATE, cause.sureness is Sureness.IS) == (is_reset, is_reset)
+    assert ("exp_avg_sq was 0 before the job's step 2" in cause.sentence) is is_reset
 
 
 def make_state_evidence(

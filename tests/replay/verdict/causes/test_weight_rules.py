@@ -92,17 +92,22 @@ def judge_update(
     max_norm: float | None = None,
     loss_scale: float | None = None,
     num_ranks: int = 1,
+    factors: Sequence[float] = (1.0,) * 8,
+    groups: Sequence[str] = (),
     **settings: Any,
 ) -> Cause:
     """The first cause where the job's step moved each of eight parameters by so many of the replay's steps.
 
     loss_scale  what the weights of each rank's loss add up to in the job
+    factors     what the job multiplied each parameter's weights by besides
+    groups      the parameters of each group of its optimizers
     """
     gradients = draw_gradients()
     first = []
     for compared in make_window([gradients] * num_ranks, gradients):
         assert compared.recorded.step_after is not None
-        step = replace(compared.recorded.step_after, max_norm=max_norm)
+        recorded_groups = tuple({"num_parameters": 8, "parameters": group} for group in groups)
+        step = replace(compared.recorded.step_after, max_norm=max_norm, settings=recorded_groups)
         recorded = replace(compared.recorded, step_after=step, has_job_weights_of_tokens=loss_scale is not None)
         weights = replace(compared.replayed.log_prob_weights, total=1.0 if loss_scale is None else loss_scale)
         first.append(
@@ -114,7 +119,7 @@ def judge_update(
             name=f"model.layers.{number}.weight",
             dtype="float32",
             start=0,
-            job_values=tuple(value + 0.01 * moved for value in (1.0, 2.0, 3.0, 4.0)),
+            job_values=tuple(factors[number] * (value + 0.01 * moved) for value in (1.0, 2.0, 3.0, 4.0)),
             replay_values=(1.01, 2.01, 3.01, 4.01),
             initial_values=(1.0, 2.0, 3.0, 4.0),
         )
@@ -128,6 +133,20 @@ def judge_update(
     )
     evidence = make_gradient_evidence([second], first, names=(STEPPED,))
     return find_causes(replace(evidence, settings=replace(evidence.settings, **settings)))[0]
+
+
+def test_weights_that_are_decayed_besides_the_step_are_told_with_the_factor() -> None:
+    cause = judge_update([1.0] * 8, factors=[0.99] * 6 + [1.0] * 2)
+    assert (cause.name, cause.sureness) == (CauseName.WEIGHTS_CHANGED, Sureness.PROBABLY)
+    assert "multiplies model.layers.[0-5].weight by 0.99 besides the step" in cause.sentence
+    assert "multiplies" not in judge_update([1.0] * 8, factors=[0.99, 0.9] * 4).sentence
+
+
+def test_parameters_of_two_optimizers_are_moved_twice() -> None:
+    cause = judge_update([1.0] * 6 + [2.0] * 2, groups=["0-5", "6-7", "7"])
+    assert (cause.name, cause.sureness) == (CauseName.OPTIMIZER, Sureness.PROBABLY)
+    assert "two optimizers of the job hold 1 parameter both" in cause.sentence
+    assert "optimizers" not in judge_update([1.0] * 6 + [2.0] * 2, groups=["0-5", "6-7"]).sentence
 
 
 def test_parameters_that_no_step_moves_are_in_no_optimizer() -> None:
