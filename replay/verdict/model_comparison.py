@@ -159,6 +159,7 @@ class _Comparison:
         self._compare_modules()
         self._compare_functions()
         self._compare_parameters()
+        self._compare_biases()
         self._compare_ties()
         self._compare_buffers()
         self._compare_wrappers()
@@ -343,6 +344,17 @@ class _Comparison:
             if job["dtype"] != usual and not is_unusual_here:
                 others = f"as the others, {usual} in the job"
                 self._add(ModelDifferenceKind.DTYPE, name, job=job["dtype"], replay=others)
+
+    def _compare_biases(self) -> None:
+        """Compare which modules have a bias, of those that have a weight in the job and here."""
+        job_parameters = PatternTable(self.job.parameters)
+        weights = [name for name in self.replay.parameters if name.endswith(".weight") and job_parameters.find(name)]
+        for module in (name.removesuffix(".weight") for name in weights):
+            name = f"{module}.bias"
+            has_job, has_own = job_parameters.find(name) is not None, name in self.replay.parameters
+            if has_job is not has_own:
+                job, own = ("a parameter" if has_bias else None for has_bias in (has_job, has_own))
+                self._add(ModelDifferenceKind.ATTRIBUTE, module, "bias", job=job, replay=own)
 
     def _compare_later(self, name: str, *, is_trained: bool) -> None:
         """Compare a parameter that both trained, or neither, at first, with what the job did later."""

@@ -202,6 +202,17 @@ def test_frozen_parameters_and_their_hooks_are_named() -> None:
     assert say(hooked) == [("gradient hook", ALL_PARAMETERS, "gradient hook", "train.py:double", None)]
 
 
+def test_a_bias_that_one_side_alone_has_is_named() -> None:
+    bias = {"dtype": "float32", "trained": True}
+    own = change(REPLAY, "parameters", **{f"model/layers/{layer}/mlp/bias": bias for layer in range(NUM_LAYERS)})
+    assert say(JOB, own=own) == [("attribute", "model.layers.*.mlp", "bias", None, "a parameter")]
+    job = change(JOB, "parameters", **{"model/layers/*/mlp/bias": bias})
+    assert say(job, own=own) == []
+    assert say(job) == [("attribute", "model.layers.*.mlp", "bias", "a parameter", None)]
+    # Of a module whose weight has another name in the job nothing is known.
+    assert say(JOB, own=change(REPLAY, "parameters", **{"model/new/bias": bias, "model/new/weight": bias})) == []
+
+
 def test_what_is_frozen_later_is_named_with_its_pass() -> None:
     job = replace(JOB, frozen_later={"4": [], "2": ["lm_head.weight"]})
     assert say(job) == [("frozen parameter", "lm_head.weight", "", "frozen from pass 3 on", "trained")]
