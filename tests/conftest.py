@@ -198,6 +198,17 @@ def fork_server_as_a_users() -> Iterator[None]:
     forkserver._forget_server()
 
 
+@pytest.fixture
+def forks_compile_to_graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Compile in forks that replay to graphs alone, as `compiles_to_graphs` does in this process."""
+    from replay.processes import forkserver
+
+    forkserver._forget_server()
+    monkeypatch.setenv(warm.GRAPHS, "1")
+    yield
+    forkserver._forget_server()
+
+
 @pytest.fixture(scope="session")
 def world() -> Iterator["World"]:
     from actor_init.spec import ParallelSpec

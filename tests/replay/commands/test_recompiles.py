@@ -98,6 +98,7 @@ def test_each_policy_makes_its_graphs_and_pads_as_it_says(here: list[Task], tmp_
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forks_compile_to_graphs")
 def test_from_python_policies_are_compiled_in_processes_of_their_own(tmp_path: Path) -> None:
     sample: Any = {"backend": "ddp", "num_layers": 1, "dtype": "fp32", "max_inputs": 1, "backward": False}
     result = replay.recompiles(policies=["off", "dynamic"], num_passes=10, log_folder=tmp_path, **sample)
