@@ -137,9 +137,8 @@ class ArgumentCopier:
         except IndexError:
             memory = None
         if memory is None or memory.num_bytes < num_bytes or memory.is_pinned != is_pinned:
-            # The next passes may be somewhat longer.
-            num_bytes = max(_MIN_BYTES, 1 << (2 * num_bytes - 1).bit_length())
-            memory = HostMemory(min(num_bytes, _MAX_BYTES), is_pinned=is_pinned)
+            # The next passes may be somewhat longer, and torch pins powers of two.
+            memory = HostMemory(max(_MIN_BYTES, 1 << (num_bytes - 1).bit_length()), is_pinned=is_pinned)
         return memory
 
 

@@ -308,7 +308,7 @@ def test_memory_of_arguments_is_used_again_once_it_is_given_back_and_not_before(
     assert torch.equal(third.tensors["ids"], torch.arange(5, 17).view(3, 4))
     assert third.tensors["one"] == 8
     assert torch.equal(second.tensors["ids"], torch.arange(1, 13).view(3, 4))
-    # Twice what was asked for is taken, and what is too small then is let go.
+    # What is too small then is let go.
     third.give_back()
     large = copier.copy({"ids": torch.arange(40_000)})
     assert large.memory is not third.memory
