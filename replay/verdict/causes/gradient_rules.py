@@ -46,6 +46,7 @@ from replay.verdict.gradient_findings import (
     compute_job_weights,
     list_steps,
 )
+from replay.verdict.model_facts import ModelDifferenceKind as Kind
 from replay.verdict.recorded_pass import MOVED, WEIGHTING
 
 
@@ -239,11 +240,13 @@ def find_scaled_gradients(evidence: CauseEvidence) -> Cause | None:
     names = [parameter.name for parameter in off]
     # A stated value of the forward, as a cap of attention's scores, may change some gradients by one factor nearly.
     is_other_forward = any(difference.kind in OTHER_FORWARD_KINDS for difference in evidence.settings.model_differences)
+    hooks = (difference for difference in evidence.settings.model_differences if difference.kind is Kind.PARAMETER_HOOK)
+    own = [f"; {describe_model_difference(hook)}" for hook in hooks if wrong.is_confined_to(hook.where)]
     return Cause(
         name=CauseName.GRADIENTS_SCALED,
         sureness=Sureness.IS if wrong.is_sure(off, is_off=True) and not is_other_forward else Sureness.PROBABLY,
         sentence=f"the gradient of {name_parameters(names, list(parameters))} is {known[0]:.4g} times that of the "
-        f"loss, {name_time(wrong.verdict)}; the others are the loss's",
+        f"loss, {name_time(wrong.verdict)}; the others are the loss's{''.join(own)}",
         try_next="look for what multiplies these gradients: a hook on these parameters or on their module",
         explains=GRADIENT_FINDINGS,
     )
@@ -300,7 +303,7 @@ def find_changed_gradients(evidence: CauseEvidence) -> Cause | None:
         sureness=Sureness.IS if wrong.is_sure(off, is_off=True) and not may_be_other else Sureness.PROBABLY,
         sentence=f"the gradient of {what} is not that of the loss, {name_time(wrong.verdict)}: that of {worst.name} is "
         f"{how}; the gradients of other parameters are the loss's{of_setting}",
-        try_next=f"take the job's {of_module[0].key} of {of_module[0].where} back, or give it to the model here"
+        try_next=f"take the {of_module[0].key} of {of_module[0].where} out of the job, or give it to the model here"
         if of_module
         else f"see whether it comes of this: {describe_model_difference(stated[0])}"
         if stated

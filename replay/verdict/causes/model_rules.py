@@ -132,7 +132,7 @@ def describe_model_difference(difference: ModelDifference) -> str:
         case Kind.CONFIG:
             return f"the config's {what} is {job} in the job{ranks}, {replay} here"
         case Kind.HOOK | Kind.PARAMETER_HOOK:
-            return f"the job has {what}: {job}{ranks}"
+            return f"the job has {'a ' if difference.key else ''}{what}: {job}{ranks}"
         case Kind.FORWARD:
             return f"the job runs another forward of {what}: {job}{ranks}"
         case Kind.CLASS:

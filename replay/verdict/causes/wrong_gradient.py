@@ -60,14 +60,14 @@ class WrongGradient:
         off = [parameter for parameter in self.gradient.parameters.values() if not self.is_same(parameter)]
         return off if len(off) < len(self.gradient.parameters) else []
 
-    def is_confined_to(self, modules: str) -> bool:
-        """Tell whether parameters of these modules alone, by a pattern, are off: no other forward of theirs does that.
+    def is_confined_to(self, pattern: str) -> bool:
+        """Tell whether these parameters, or these modules', are off alone: no other forward of theirs does that.
 
         What a module computes otherwise changes the gradients of the layers around it as well.
         """
-        table = PatternTable({modules: True})
-        off = self.list_off()
-        return bool(off) and all(table.find(parameter.name.rpartition(".")[0]) is not None for parameter in off)
+        table = PatternTable({pattern: True})
+        places = [(parameter.name, parameter.name.rpartition(".")[0]) for parameter in self.list_off()]
+        return bool(places) and all(any(table.find(place) is not None for place in both) for both in places)
 
     def is_sure(self, parameters: Iterable[ComparedGradient], factor: float = 1.0, *, is_off: bool) -> bool:
         """Tell whether these are surely off `factor` times the replay's gradient, or surely are that, each by itself.

@@ -139,6 +139,22 @@ def test_a_setting_of_the_only_module_whose_gradient_is_another_one_is_no_other_
     assert "scale_grad_by_freq" in f"{first.sentence} {first.try_next}"
 
 
+@pytest.mark.parametrize(
+    ("gradient", "name"),
+    [(OTHER, CauseName.GRADIENTS_CHANGED), (scale_gradients(SOUND, 3), CauseName.GRADIENTS_SCALED)],
+)
+def test_a_hook_on_the_only_parameter_whose_gradient_is_another_one_is_named_with_it(
+    gradient: Gradients, name: CauseName
+) -> None:
+    stated = ModelDifference(
+        kind=ModelDifferenceKind.PARAMETER_HOOK, where=Q_PROJ, key="gradient hook", job="job.py:<lambda>", replay=None
+    )
+    evidence = make_gradient_evidence(make_window([{**SOUND, Q_PROJ: gradient[Q_PROJ]}], SOUND))
+    cause = find_causes(replace(evidence, settings=replace(evidence.settings, model_differences=[stated])))[0]
+    assert (cause.name, cause.sureness) == (name, Sureness.IS)
+    assert cause.sentence.endswith(f"; the job has a gradient hook of {Q_PROJ}: job.py:<lambda>")
+
+
 def test_a_gradient_whose_sampled_elements_are_the_losss_is_not_scaled() -> None:
     """As where `padding_idx` leaves a row of an embedding without a gradient: the norm shows it, and no sample may."""
     window = make_window([SOUND], SOUND)

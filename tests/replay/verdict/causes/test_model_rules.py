@@ -187,7 +187,7 @@ def test_a_difference_is_called_by_what_it_is_of(
     [
         (differ(Kind.CONFIG, "rope_theta", job="1e4"), "the config's rope_theta is 1e4 in the job, b here"),
         (differ(Kind.ATTRIBUTE, "mlp", "eps", None), "the attribute eps of mlp is none in the job, b here"),
-        (differ(Kind.HOOK, "mlp", "forward hook"), "the job has forward hook of mlp: a"),
+        (differ(Kind.HOOK, "mlp", "forward hook"), "the job has a forward hook of mlp: a"),
         (differ(Kind.PARAMETER_HOOK, "w", ranks=(1, 2)), "the job has w: a (rank 1, 2)"),
         (differ(Kind.FORWARD, "mlp"), "the job runs another forward of mlp: a"),
         (differ(Kind.CLASS, "mlp"), "the class of mlp is a in the job, b here"),
@@ -252,7 +252,7 @@ def test_a_trial_of_the_jobs_config_names_or_acquits_it() -> None:
     assert find_model_difference(replace(evidence, trials=make_trials(agrees=True))) is None
     cause = find_model_difference(replace(evidence, trials=make_trials(agrees=False)))
     assert cause is not None
-    assert cause.sentence.startswith("the job has forward hook of model.layers.1")
+    assert cause.sentence.startswith("the job has a forward hook of model.layers.1")
     assert "rms_norm_eps" not in cause.sentence
 
 
