@@ -136,7 +136,7 @@ def _explain_unfollowable(
     first_window = followed[0] if followed else window
     step_name = "a step" if window.number is None else f"step {window.number + 1}"
     if not window.steps and any(window.number == other.number for other in followed):
-        return f"no step of the job takes the passes that come behind its step {followed[-1].place + 1} here"
+        return f"the passes behind step {followed[-1].place + 1} here are in no step of the job"
     if not window.steps and window.number and not any(job_pass.step for job_pass in window.passes):
         return f"no step was recorded behind the passes after step {window.number}"
     if not window.steps:

@@ -230,7 +230,7 @@ class Header:
                 )
                 text = f"other than the job's: {'; '.join(differing)}" if differing else "as the job's"
                 text += "" if limit is None else f", whose own code clips to {limit:g}"
-                return {"optimizer": f"{text}; its steps are followed as far as they can be: {why}" if why else text}
+                return {"optimizer": f"{text}; the replay follows its steps until it cannot: {why}" if why else text}
         return {}
 
     def _describe_snapshot(self) -> Mapping[str, str]:

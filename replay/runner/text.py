@@ -204,7 +204,8 @@ def list_unreplayed(selection: Selection) -> Pairs:
     """List the inputs that were not replayed, and why."""
     pairs: Pairs = []
     if number := selection.num_left_out_passes:
-        pairs.append(("excluded", f"{pluralise(number, 'pass')} that --passes does not select"))
+        which = "that --passes does not select (by default it selects those captured with autograd on)"
+        pairs.append(("excluded", f"{pluralise(number, 'pass')} {which}"))
     if number := selection.num_left_over:
         pairs.append(("left over", f"{pluralise(number, 'input')}: the data ranks hold unequal numbers"))
     if selection.unreplayable:

@@ -104,7 +104,7 @@ def _describe_draws(
         mode = f", {JOB_IN_EVAL_MODE}," if recorded.trains else ", in training mode without autograd,"
     by = f" by {', '.join(settings.dropout)}" if replay_draws.has_any and settings.dropout else ""
     replay_text = _name_number(replay_draws) if replay_draws.has_any else "none"
-    return f"the job's forward{mode} drew {_name_number(job_draws)}, the replay's {replay_text}{by}"
+    return f"the job's forward{mode} drew {_name_number(job_draws)}, the replay's drew {replay_text}{by}"
 
 
 def _name_number(draws: RandomDraws) -> str:

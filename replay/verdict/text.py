@@ -234,15 +234,18 @@ def _list_open_findings(verdict: Verdict) -> list[str]:
         if finding not in compared and _shorten_reason(str(finding.doubt), verdict) not in told:
             names_by_doubt.setdefault(str(finding.doubt), []).append(_label_of(finding))
     alone = [f"{', '.join(names)}: {doubt}" for doubt, names in names_by_doubt.items()]
-    return [*map(_describe_open_finding, compared), *alone]
+    # What several numbers are not judged for is said once.
+    numbers_by_reason: dict[str, list[str]] = {}
+    for finding in compared:
+        bound = f" (bound {finding.bound:.2g})" if finding.doubt == ROUNDING_HIDES else ""
+        numbers_by_reason.setdefault(f"{finding.doubt}{bound}", []).append(_describe_open_numbers(finding))
+    return [*(f"{'; '.join(numbers)}: {reason}" for reason, numbers in numbers_by_reason.items()), *alone]
 
 
-def _describe_open_finding(finding: Finding) -> str:
+def _describe_open_numbers(finding: Finding) -> str:
     if finding.values_as_text is not None:
-        return f"{_label_of(finding)}: {finding.values_as_text}: {finding.doubt}"
-    replayed = _describe_replayed(finding)
-    bound = f" (bound {finding.bound:.2g})" if finding.doubt == ROUNDING_HIDES else ""
-    return f"{_label_of(finding)}: {finding.recorded:.6g} in the job, {replayed} here: {finding.doubt}{bound}"
+        return f"{_label_of(finding)}: {finding.values_as_text}"
+    return f"{_label_of(finding)}: {finding.recorded:.6g} in the job, {_describe_replayed(finding)} here"
 
 
 def _describe_dtypes(verdict: Verdict) -> str:

@@ -21,11 +21,12 @@ def explain_share(factor: float, window: Sequence[ComparedPass]) -> str:
     """Say what else a factor is one over: the passes of a step on a rank, or the ranks."""
     num_ranks = window[0].recorded.world_size or 1
     num_passes = len({compared.recorded.forward_number for compared in window})
+    twice = "if the loop divides by them and"
     reasons = [
         text
         for number, text in (
-            (num_passes, f"1 over the {num_passes} passes of a step on each rank, if they divide twice"),
-            (num_ranks, f"1 over the {num_ranks} ranks, if the reduction averages what is divided by them already"),
+            (num_passes, f"1 over the {num_passes} passes of a step on each rank, {twice} an engine does, too"),
+            (num_ranks, f"1 over the {num_ranks} ranks, {twice} the reduction averages, too"),
         )
         if number > 1 and math.isclose(factor, 1 / number, rel_tol=1e-3)
     ]

@@ -114,7 +114,7 @@ def test_a_function_of_the_users_own_steps_with_the_jobs_settings_of_each_step()
 def test_passes_behind_the_steps_that_no_step_takes_end_what_is_followed() -> None:
     followed = follow(make_window(0, {"lr": 0.5}), make_window(1, {"lr": 0.5}), make_window(2, number=0))
     assert len(followed.settings) == 2
-    assert followed.why_no_more == "no step of the job takes the passes that come behind its step 2 here"
+    assert followed.why_no_more == "the passes behind step 2 here are in no step of the job"
 
 
 def make_ranks_window(*rank_groups: Sequence[dict[str, Any]]) -> JobWindow:

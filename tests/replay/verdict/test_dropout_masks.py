@@ -136,7 +136,7 @@ def test_dropout_that_acts_in_the_job_alone_is_a_finding() -> None:
     )
     assert (verdict.outcome, verdict.window_counts) == (Outcome.DIFFERS, {Outcome.CANNOT_TELL: 1})
     finding, *others = verdict.passes[0].findings
-    said = "the job's forward drew 5 random numbers, the replay's none"
+    said = "the job's forward drew 5 random numbers, the replay's drew none"
     assert (finding.name, finding.values_as_text) == (MASKS, said)
     assert {other.status for other in others} == {FindingStatus.NOT_JUDGED}
 
@@ -152,7 +152,7 @@ def test_dropout_that_acts_here_alone_is_a_finding_and_the_jobs_mode_is_said() -
     verdict = judge_pass(make_recorded(WRONG, draws=NONE, training=mode), make_replayed())
     assert verdict.outcome is Outcome.DIFFERS
     assert verdict.passes[0].findings[0].values_as_text == (
-        "the job's forward, in eval mode, drew no random numbers, the replay's random numbers by attention_dropout"
+        "the job's forward, in eval mode, drew no random numbers, the replay's drew random numbers by attention_dropout"
     )
 
 

@@ -64,10 +64,12 @@ def test_numbers_of_one_reason_are_told_together() -> None:
     assert told == [f"gradient norm, gradient samples: {RANKS}", f"loss: {COUNT}"]
 
 
-def test_a_number_that_was_compared_keeps_its_own_line() -> None:
-    compared = replace(make_open("gradient norm", RANKS), replayed=0.25)
-    verdict = make_verdict(still_open=[compared], step=RANKS)
-    assert list_lines(verdict, "not judged") == [f"gradient norm: 0.5 in the job, 0.25 here: {RANKS}"]
+def test_numbers_that_were_compared_are_told_with_both_values_and_their_reason_once() -> None:
+    norm, samples = (replace(make_open(name, RANKS), replayed=0.25) for name in ("gradient norm", "gradient samples"))
+    loss = replace(make_open("loss", COUNT), replayed=0.25)
+    verdict = make_verdict(still_open=[norm, loss, samples], step=RANKS)
+    both = "gradient norm: 0.5 in the job, 0.25 here; gradient samples: 0.5 in the job, 0.25 here"
+    assert list_lines(verdict, "not judged") == [f"{both}: {RANKS}", f"loss: 0.5 in the job, 0.25 here: {COUNT}"]
 
 
 def test_the_numbers_nearest_to_their_bounds_are_told_first_and_the_others_counted() -> None:
