@@ -8,9 +8,8 @@ Python's GIL lets one thread run at a time. While this thread works, the job's o
 each time this thread wakes up, the job pays for a change of threads. That costs most while a forward begins: a device
 that has finished all earlier work stands idle until the job's thread gives it more. So this thread handles what is
 queued when the job calls `wake`, as it does at the end of each forward. By then the device has work. The job's thread
-goes on to the backward, or waits for the device, and needs Python for neither. Where hooks of the recorder run in the
-backward, which need Python, the job calls `hold_back` at the end of the forward and `rouse` behind those hooks. What
-is queued later waits for the next call. Without a call, the thread looks every MAX_DELAY_SECONDS.
+goes on to the backward, or waits for the device, and needs Python for neither. What is queued later waits for the next
+call of `wake`. Without a call, it looks every MAX_DELAY_SECONDS.
 
 In this module an item is what the job's thread hands over: a pass, or something small, such as the outputs of a pass.
 """
@@ -28,7 +27,6 @@ from capture.file_format.micro_batch import CaptureError
 
 MAX_QUEUED_BYTES = 2**30
 MAX_DELAY_SECONDS = 0.2
-MAX_HELD_SECONDS = 0.02
 # Items that are no passes, such as a pass's outputs or an optimizer step, are small: only their number is limited, not
 # their bytes. For each pass that may wait, this many of them may wait.
 _MAX_SMALL_ITEMS_PER_PASS = 4
@@ -113,8 +111,6 @@ class BackgroundWriter(Generic[ItemT]):
         # item, `drain` or `close`.
         self._queue: deque[tuple[ItemT, int, bool]] = deque()
         self._num_ready = 0
-        # The first items of the queue that become ready with `rouse`, or soon.
-        self._num_held_back = 0
         self._num_queued_passes = 0
         self._num_queued_bytes = 0
         self._num_dropped = 0
@@ -179,28 +175,9 @@ class BackgroundWriter(Generic[ItemT]):
                     ended, whose copy from the device has only begun
         """
         with self._changed:
-            self._num_held_back = len(self._queue)
+            self._num_ready = len(self._queue)
             if later_item is not None:
                 self.queue_small_item(later_item)
-            self.rouse()
-
-    def hold_back(self, later_item: ItemT | None = None) -> None:
-        """Have the thread handle what is queued by now when `rouse` is called, or after MAX_HELD_SECONDS.
-
-        later_item  as in `wake`
-        """
-        with self._changed:
-            self._num_held_back = len(self._queue)
-            if later_item is not None:
-                self.queue_small_item(later_item)
-            # From here on it waits a shorter time.
-            self._changed.notify_all()
-
-    def rouse(self) -> None:
-        """Have the thread handle what was held back."""
-        with self._changed:
-            self._num_ready = max(self._num_ready, self._num_held_back)
-            self._num_held_back = 0
             if self._num_ready:
                 self._changed.notify_all()
 
@@ -232,7 +209,7 @@ class BackgroundWriter(Generic[ItemT]):
         with self._changed:
             self._num_dropped += num_not_queued + self._num_queued_passes
             self._queue.clear()
-            self._num_ready = self._num_held_back = 0
+            self._num_ready = 0
             self._num_queued_passes = self._num_queued_bytes = 0
             is_first = self.failure is None
             self.failure = self.failure or failure
@@ -287,14 +264,13 @@ class BackgroundWriter(Generic[ItemT]):
                 seconds_left = None if self._deadline is None else self._deadline.seconds_left()
                 if seconds_left == 0:
                     return _Sentinel.DEADLINE_REACHED
-                max_delay = MAX_HELD_SECONDS if self._num_held_back else MAX_DELAY_SECONDS
-                was_woken = self._changed.wait(max_delay if seconds_left is None else min(seconds_left, max_delay))
+                max_seconds = MAX_DELAY_SECONDS if seconds_left is None else min(seconds_left, MAX_DELAY_SECONDS)
+                was_woken = self._changed.wait(max_seconds)
                 if not was_woken:
-                    # Timed out, perhaps early because of a deadline: handle what is held back, or else what is queued.
-                    self._num_ready, self._num_held_back = self._num_held_back or len(self._queue), 0
+                    # Timed out, perhaps early because of a deadline: handle what is queued without a `wake`.
+                    self._num_ready = len(self._queue)
             item, num_bytes, is_pass = self._queue.popleft()
             self._num_ready -= 1
-            self._num_held_back = max(self._num_held_back - 1, 0)
             self._num_queued_passes -= is_pass
             self._num_queued_bytes -= num_bytes
             self._is_handling_item, self._is_handling_pass = True, is_pass

@@ -139,8 +139,6 @@ class Recorder:
         self._process_id = os.getpid()
         self._has_pair_masks = False
         self._last_queued_forward: int | None = None
-        # A hook in the backward of the latest pass rouses the writer.
-        self._has_hook_in_backward = False
         self._next_notes: PassNotes | None = None
         self._selector = PassSelector(retention)
         self._forward_hooks = ForwardHooks(self._begin_pass, self._end_pass)
@@ -169,7 +167,6 @@ class Recorder:
             self._maker = SnapshotMaker(model, clock, model_name=model_name, reproduce=retention.reproduce, names=names)
             if self._maker.window is not None:
                 self._maker.window.on_backward = self._begin_backward
-                self._maker.window.after_share = self._writer.rouse
             self._writer.queue_small_item(RecordingOpened(rank=self.rank, world_size=self.world_size))
         except Exception as error:
             self._writer.give_up(error)
@@ -269,7 +266,6 @@ class Recorder:
         if self._is_closed or self.failure is not None or self._last_queued_forward != forward:
             return
         self._writer.queue_small_item(PassNotes.begin_copy(forward, tensors))
-        self._writer.rouse()
 
     def note_next(self, **tensors: Any) -> None:
         """Note tensors for the pass that comes next, as `note` does for the latest."""
@@ -436,12 +432,7 @@ class Recorder:
                 self._end_failed_pass(error)
                 return
             random_after = self._maker.take_random_after()
-            self._has_hook_in_backward = False
-            outputs = self._copy_outputs(output, self._maker.end_pass(), random_after)
-            if self._has_hook_in_backward:
-                self._writer.hold_back(outputs)
-            else:
-                self._writer.wake(outputs)
+            self._writer.wake(self._copy_outputs(output, self._maker.end_pass(), random_after))
         except Exception as recorder_error:
             self._writer.give_up(recorder_error)
 
@@ -500,12 +491,10 @@ class Recorder:
             loss = outputs.get("loss")
             if loss is not None and torch.is_grad_enabled():
                 self._update_window(lambda window: window.watch_loss(forward, loss))
-                self._has_hook_in_backward = loss.requires_grad
             if (pass_logits := self._maker.take_logits(output)) is not None:
                 outputs["token_log_probs"] = pass_logits.log_probs
                 # A loss that the model does not compute shows in the gradient of its logits alone.
                 if loss is None and not self._maker.has_labels and pass_logits.logits.requires_grad:
-                    self._has_hook_in_backward = True
                     on_gradient = partial(self._note_targets, forward)
                     watch_logits(
                         pass_logits.logits,

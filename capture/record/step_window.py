@@ -115,7 +115,6 @@ class StepWindow:
     unseen_after      the forward after which the first of them came
     num_late_clippings  steps whose gradients were clipped to a limit after the step, and not before it
     on_backward  is called with the number of a pass when its loss is differentiated
-    after_share  is called behind that, when nothing more is done in the backward
     """
 
     def __init__(self, sampler: ParameterSampler) -> None:
@@ -124,7 +123,6 @@ class StepWindow:
         self.unseen_after: int | None = None
         self.num_late_clippings = 0
         self.on_backward: Callable[[int], None] = lambda forward: None
-        self.after_share: Callable[[], None] = lambda: None
         self._sampler = sampler
         self._signer = GradientSigner(sampler)
         self._state_sampler = StateSampler(sampler)
@@ -188,7 +186,6 @@ class StepWindow:
             self.on_backward(number)
             share, earlier_share = gradient.detach().reshape(1), self._shares.get(number)
             self._shares[number] = share.clone() if earlier_share is None else earlier_share + share
-            self.after_share()
 
         loss.register_hook(add_share)
 

@@ -3,7 +3,6 @@
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -65,47 +64,6 @@ def test_a_forwards_end_has_the_thread_do_what_came_before_it(handled: Handled) 
 
 
 @pytest.mark.usefixtures("no_timeout")
-@pytest.mark.parametrize("max_seconds", [0.01, 10.0**6])
-def test_what_is_held_back_is_done_when_the_thread_is_roused_or_soon(
-    max_seconds: float, handled: Handled, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(background_writer, "MAX_HELD_SECONDS", max_seconds)
-    handled.writer.queue_pass("pass 0", 1)
-    handled.writer.hold_back("outputs 0")
-    handled.writer.queue_small_item("notes 0")
-    if max_seconds > 1:
-        assert handled.done == []
-        handled.writer.rouse()
-    handled.wait_for("pass 0", "idle")
-    handled.writer.rouse()
-    handled.writer.queue_pass("pass 1", 1)
-    handled.writer.wake()
-    handled.wait_for("pass 0", "idle", "outputs 0", "notes 0", "pass 1", "idle")
-
-
-def test_the_writer_is_roused_in_a_backward_behind_the_hook_of_the_loss(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    done: list[str] = []
-    real_rouse = BackgroundWriter.rouse
-
-    def rouse(writer: BackgroundWriter[Any]) -> None:
-        done.append("roused")
-        real_rouse(writer)
-
-    monkeypatch.setattr(BackgroundWriter, "rouse", rouse)
-    model = Model()
-    with recording(model, tmp_path, reproduce=True):
-        for trains in (True, False):
-            with torch.set_grad_enabled(trains):
-                loss = model(IDS_BS)
-            done.append("forward has ended")
-            if trains:
-                loss.backward()
-    assert done == ["forward has ended", "roused", "roused", "forward has ended"]
-
-
-@pytest.mark.usefixtures("no_timeout")
 def test_an_incident_has_it_do_all(handled: Handled) -> None:
     handled.writer.queue_pass("pass 0", 1)
     handled.writer.queue_small_item("incident", is_urgent=True)
@@ -114,13 +72,9 @@ def test_an_incident_has_it_do_all(handled: Handled) -> None:
 
 @pytest.mark.usefixtures("no_timeout")
 @pytest.mark.parametrize("how", ["drain", "close"])
-@pytest.mark.parametrize("is_held", [True, False])
-def test_what_waits_is_done_when_asked_for(
-    how: str, is_held: bool, handled: Handled, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(background_writer, "MAX_HELD_SECONDS", 10.0**6)
+def test_what_waits_is_done_when_asked_for(how: str, handled: Handled) -> None:
     handled.writer.queue_pass("pass 0", 1)
-    (handled.writer.hold_back if is_held else handled.writer.wake)("outputs 0")
+    handled.writer.wake("outputs 0")
     getattr(handled.writer, how)(max_seconds=SECONDS)
     assert [what for what in handled.done if what != "idle"] == ["pass 0", "outputs 0"]
 
