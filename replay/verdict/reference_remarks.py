@@ -1,4 +1,4 @@
-"""Say that log-probs of the reference, or of the old policy, were noted for other sequences than they are of.
+"""Say that log-probs of the reference, or of the old policy, were noted for other sequences, or of another model.
 
 note       reference: 4 of 8 sequences before the first step have the noted log-prob of another one, [...]
 
@@ -19,6 +19,9 @@ from replay.verdict.recorded_pass import RecordedPass
 Passes = Sequence[tuple[PassRecord, RecordedPass]]
 # Two sums of one sequence's log-probs in fp32 are no further apart, of other kernels and other padding.
 SAME_SUM = 1e-4
+# Of a policy that so many steps moved, a sequence's sum is farther than this from that of the policy before them.
+LEAST_STEPS, UNMOVED_SUM = 3, 1e-5
+REFERENCE = "reference"
 # So many sequences of another one's log-prob are no chance.
 LEAST_MOVED = 2
 # Of so many sequences, log-probs go with lengths from the first correlation on, and do not up to the second.
@@ -32,6 +35,7 @@ def describe_reference(passes: Sequence[PassEvidence]) -> Pairs:
     lines: Pairs = []
     for label in labels:
         text = _describe_moved(label, known) or _describe_lengths(label, known)
+        text = text or (_describe_following(known) if label == REFERENCE else None)
         lines += [] if text is None else [("note", f"{label}: {text}")]
     return lines
 
@@ -84,6 +88,26 @@ def _describe_lengths(label: str, passes: Passes) -> str | None:
     return (
         f"the noted log-probs of {pluralise(len(triples), 'sequence')} do not go with their lengths (correlation "
         f"{other:.2f}, the policy's {policy:.2f}): they may be those of other sequences"
+    )
+
+
+def _describe_following(passes: Passes) -> str | None:
+    """Say that the reference still has the policy's own log-probs after steps that moved the policy."""
+    numbers = [
+        (value, sum_)
+        for record, recorded in passes
+        if (recorded.num_steps_before or 0) >= LEAST_STEPS and set(recorded.dtypes) == {"float32"}
+        for value, sum_ in zip(
+            _choose_order(recorded.noted_log_probs.get(REFERENCE, ()), record.result.row_log_probs),
+            record.result.row_log_probs,
+            strict=False,
+        )
+    ]
+    if len(numbers) < LEAST_MOVED or any(relative_difference(*pair) > UNMOVED_SUM for pair in numbers):
+        return None
+    return (
+        f"after {LEAST_STEPS} steps and more its noted log-probs of {pluralise(len(numbers), 'sequence')} are the "
+        "policy's own of the same pass: does it move with the policy, as one object with it?"
     )
 
 

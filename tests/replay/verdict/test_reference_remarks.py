@@ -55,6 +55,29 @@ def test_numbers_of_other_sequences_of_the_pass_are_told_by_what_the_policy_give
     )
 
 
+@pytest.mark.parametrize(
+    ("first", "moved", "dtype", "says"),
+    [
+        (0, 0.0, "float32", False),
+        (3, 0.0, "float32", True),
+        (3, 1e-3, "float32", False),
+        # Rounding hides what few steps move.
+        (3, 0.0, "bfloat16", False),
+    ],
+)
+def test_a_reference_that_moves_with_the_policy_is_told_by_numbers_that_stay_the_policys(
+    first: int, moved: float, dtype: str, says: bool
+) -> None:
+    noted = note_pairs([value * (1 + moved) for value in SUMS])
+    texts = [
+        text
+        for _, text in describe_reference(
+            [make_evidence(noted, index=index, dtype=dtype) for index in range(first, first + 2)]
+        )
+    ]
+    assert any("does it move with the policy" in text for text in texts) is says
+
+
 def test_after_a_step_the_policy_is_not_the_reference() -> None:
     assert describe_reference([make_evidence(note_pairs(MOVED), index=1)]) == []
 
