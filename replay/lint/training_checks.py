@@ -33,6 +33,8 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 _MIN_MOMENTS = 4
 # The mean of two values of bf16 is one, too, in about half of all cases.
 _MIN_SUMS = 16
+# Fewer steps show no schedule.
+_MIN_RATES = 3
 # What torch.optim.AdamW has where nothing is given.
 _ADAMW_DECAY = 0.01
 
@@ -65,6 +67,7 @@ def check_training(subject: LintSubject) -> Iterator[LintRemark]:
     yield from _list_frozen(subject)
     yield from _list_decay(subject)
     yield from _check_decay_in_gradient(subject)
+    yield from _check_rates_of_groups(subject)
     yield from _list_dtypes(subject)
 
 
@@ -517,6 +520,29 @@ def _check_decay_in_gradient(subject: LintSubject) -> Iterator[LintRemark]:
                     weight=Weight.SETTING,
                 )
                 return
+
+
+def _check_rates_of_groups(subject: LintSubject) -> Iterator[LintRemark]:
+    """Say so where a schedule leaves out some parameters, or their rate alone is 0: it may set the first group only."""
+    rates_by_number: dict[int, dict[int, float]] = {}
+    for step in _list_steps(subject):
+        for group in step.settings:
+            for number in parse_numbers(group.get("parameters", "")):
+                rates_by_number.setdefault(number, {})[step.number] = group.get("lr", 0.0)
+    numbers_by_rates: dict[tuple[float, ...], list[int]] = {}
+    for number, by_step in rates_by_number.items():
+        numbers_by_rates.setdefault(tuple(by_step[step] for step in sorted(by_step)), []).append(number)
+    # A schedule has another rate in most steps; few steps show none.
+    is_scheduled = any(len(set(rates)) >= _MIN_RATES for rates in numbers_by_rates)
+    for rates, numbers in numbers_by_rates.items():
+        is_zero = not any(rates) and any(map(any, numbers_by_rates))
+        if len(rates) < _MIN_RATES or len(set(rates)) > 1 or not (is_zero or is_scheduled):
+            continue
+        known = [subject.parameter_names[number] for number in numbers if number < len(subject.parameter_names)]
+        names = name_some(format_patterns(known, subject.parameter_names), _MAX_NAMED) if known else "some parameters"
+        why = "and others' is not" if is_zero else "while a schedule changes others': does it set all groups?"
+        text = f"the rate of {names} is {rates[0]:g} in all {len(rates)} recorded steps, {why}"
+        yield LintRemark(topic="learning rate", text=text, weight=Weight.SETTING)
 
 
 def _list_dtypes(subject: LintSubject) -> Iterator[LintRemark]:

@@ -260,6 +260,28 @@ def test_a_decay_that_was_chosen_is_worth_a_note(decay: float, weights: list[Wei
     assert [remark.weight for remark in lint(LintSubject(passes=passes)) if remark.topic == "decay"] == weights
 
 
+@pytest.mark.parametrize(
+    ("first", "second", "text"),
+    [
+        ((0.3, 0.2, 0.1), (0.3, 0.2, 0.1), None),
+        ((0.3, 0.3, 0.3), (0.1, 0.1, 0.1), None),
+        ((0.3, 0.2, 0.1), (0.3, 0.3, 0.3), "is 0.3 in all 3 recorded steps, while a schedule changes others'"),
+        ((0.3, 0.3, 0.3), (0.0, 0.0, 0.0), "is 0 in all 3 recorded steps, and others' is not"),
+        ((0.3, 0.2), (0.3, 0.3), None),
+    ],
+)
+def test_a_rate_that_a_schedule_leaves_out_is_said(
+    first: tuple[float, ...], second: tuple[float, ...], text: str | None
+) -> None:
+    passes = []
+    for number, rates in enumerate(zip(first, second, strict=True)):
+        groups = tuple({"lr": rate, "num_parameters": 1, "parameters": str(place)} for place, rate in enumerate(rates))
+        passes.append(make_pass(number=number, step=make_step(number, settings=groups)))
+    found = [said for said in say(passes, parameter_names=["head.weight", "norm.weight"]) if "learning rate: " in said]
+    assert len(found) == (text is not None)
+    assert all(f"learning rate: the rate of norm.weight {text}" in said for said in found)
+
+
 @pytest.mark.parametrize(("numbers", "says"), [((0, 1, 1), False), ((0, 4, 4), True)])
 def test_a_schedule_that_is_stepped_by_each_micro_batch_is_said(numbers: tuple[int, ...], says: bool) -> None:
     passes = [
