@@ -131,7 +131,7 @@ class Segment:
                 # The size is read after the index: both may be growing, and a pass is in the segment before it is in
                 # the index, so no indexed pass can seem to be cut off.
                 num_bytes = os.fstat(file.fileno()).st_size
-                records, num_cut_off = _drop_cut_off(indexed, num_bytes)
+                records, num_cut_off = _drop_passes_beyond_end(indexed, num_bytes)
                 num_indexed = len(records) // RECORD_BYTES
                 end = _find_end(records, begin)
                 scanned, end, gaps = _scan(file.fileno(), end, num_bytes, last_number=_find_last_number(records))
@@ -267,7 +267,7 @@ def _read_index(path: Path, begin: int) -> bytearray:
     return records if is_in_order and (not len(begins) or int(begins[0]) >= begin) else bytearray()
 
 
-def _drop_cut_off(records: bytearray, num_bytes: int) -> tuple[bytearray, int]:
+def _drop_passes_beyond_end(records: bytearray, num_bytes: int) -> tuple[bytearray, int]:
     """Return the records of passes that end within the segment's bytes, and the number of the others."""
     num_cut_off = int((_pass_columns(records)[1] > num_bytes).sum())
     return records[: len(records) - num_cut_off * RECORD_BYTES] if num_cut_off else records, num_cut_off

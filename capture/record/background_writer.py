@@ -9,7 +9,7 @@ each time this thread wakes up, the job pays for a change of threads. That costs
 that has finished all earlier work stands idle until the job's thread gives it more. So this thread handles what is
 queued when the job calls `wake`, as it does at the end of each forward. By then the device has work. The job's thread
 goes on to the backward, or waits for the device, and needs Python for neither. What is queued later waits for the next
-call of `wake`. Without a call, it looks every MAX_DELAY_SECONDS.
+call of `wake`. Without a call, this thread looks every MAX_DELAY_SECONDS.
 
 In this module an item is what the job's thread hands over: a pass, or something small, such as the outputs of a pass.
 """

@@ -109,7 +109,7 @@ def resolve(
 
     All ranks must call this. Raises UsageError, on all of them, for what cannot run here.
     """
-    # Rank 0 chooses for all ranks: their files and their hardware may differ. From here on its spec counts on all of
+    # Rank 0 chooses for all ranks: their files and their hardware may differ. From here on its spec is that of all of
     # them, since what another rank was given may differ too.
     typed, job_choices = compute_on_rank0(
         world, lambda: (spec, choose_from_job(spec, first_call, selection, world.device.type))
@@ -190,6 +190,7 @@ def _find_model(
     # A checker builds a model to list its parameters. So one checker serves here and in the choice of steps.
     weight_checker = WeightChecker(source)
     frozen = world.broadcast_from_rank0(find_frozen_in_job(spec, source, weight_checker, first_call, selection.rounds))
+    # `later` has, by the forward from which on the job froze them too, further names.
     source = replace(source, frozen=frozen.always, frozen_later=frozen.later)
     return source, weight_checker, frozen.first_forward_with_other_trained_parameters
 
@@ -220,7 +221,7 @@ def _choose_kernel_and_layout(
         trains=spec.inputs.passes is not Passes.ROLLOUT,
     )
     # In a left-padded row the last padding token predicts the label of the row's first token, and a model's own loss
-    # counts that. Joined rows have no padding, so `choose_from_job` has left such rows padded, and the layout gets the
+    # counts that. Packed rows have no padding, so `choose_from_job` has left such rows padded, and the layout gets the
     # reason, `why_unusual`, for the user.
     # A ring's rows are always packed, so nothing is changed for them: `prepare_actor_inputs` refuses a micro-batch with
     # padding between tokens.

@@ -64,7 +64,7 @@ from replay.runner.run_pass import (
     run_pass_again,
 )
 from replay.runner.step_follower import StepFollower
-from replay.tolerances.job_bounds import LOSS
+from replay.tolerances.job_bounds import LOSS, TOKENS
 from replay.tracing.writer import TraceWriter
 from replay.verdict.judge import PassEvidence
 from replay.verdict.recorded_pass import (
@@ -83,8 +83,8 @@ from replay.verdict.tried_losses import TriedLosses
 from replay.verdict.weight_check import WeightChecker
 from replay.watch.progress import RankPhase, Tracker
 
-# Passes whose loss is not the job's that other losses are computed of.
-MAX_TRIED_PASSES = 8
+# Other losses are computed of so many passes whose loss is not the job's, if no token's log-prob is so far from its.
+MAX_TRIED_PASSES, MAX_TRIED_DIFFERENCE = 4, 0.05
 
 
 class ReopeningError(RuntimeError):
@@ -195,7 +195,7 @@ class Replayer:
         self._routing = PassRouting.open(reopenable_actor.backend.model, spec)
         self._special_tokens = SpecialTokens.from_config(strip_config(self.model_source.config))
         # In a left-padded row the last padding token predicts the label of the row's first token, and a model's own
-        # loss counts that. Joined rows have no padding.
+        # loss counts that. Joined rows, which are packed or cut again into one document a row, have no such padding.
         has_padding = not self.model_source.layout_under(spec.actor).joins_rows
         self._padding_predicts_label = has_padding and padding_may_predict_label(spec)
 
@@ -389,14 +389,15 @@ class Replayer:
             gradient=gradient_sampler.samples if gradient_sampler is not None else None,
             state=state_sampler.samples if state_sampler is not None else {},
             draws=generator_observer.draws,
-            # `was_fed_as_captured` waits for the device, so it is called only if the forward drew random numbers.
+            # A random mask is the job's only where each token stood in its place. This waits for the device, so it is
+            # asked only if the forward drew random numbers.
             was_fed_as_captured=generator_observer.has_drawn
             and was_fed_as_captured(inputs, batch, self.spec.actor.parallel),
             router_flips=outcome.router_flips,
             has_job_routes=self._routing.has_job_routes(outcome.router_flips),
             job_router_loss=self._routing.describe_job_loss(captured_call, outcome.router_loss_factor),
             weights_before_pass=weights_before_pass,
-            tried_losses=self._try_losses(outcome, inputs, recorded_pass),
+            tried_losses=self._try_losses(outcome, inputs, recorded_pass, at_recorded_positions),
         )
         if self.details_folder is not None:
             write_token_log_probs(
@@ -560,17 +561,30 @@ class Replayer:
 
         return make_objective_inputs
 
-    def _try_losses(self, outcome: PassOutcome, inputs: PassInputs, recorded_pass: RecordedPass) -> TriedLosses | None:
-        """Compute what other losses the job may have taken for its objective, while the replay has the job's weights.
+    def _try_losses(
+        self,
+        outcome: PassOutcome,
+        inputs: PassInputs,
+        recorded_pass: RecordedPass,
+        at_recorded_positions: Sequence[float | None],
+    ) -> TriedLosses | None:
+        """Compute what other losses the job may have taken for its objective: later, the weights may be other ones.
 
-        None where the objective's loss is the job's, where there is none, and after MAX_TRIED_PASSES passes.
+        None where the objective's loss is the job's, where there is none, where the log-probs are not the job's, and
+        after MAX_TRIED_PASSES passes.
         """
         # A loss of routers is added to the objective's, and reversed rows are not those of the recorded gradient.
         is_plain = outcome.router_loss is None and not inputs.has_reversed_rows
         if self._objective is None or not inputs.train_mode or not is_plain:
             return None
-        if self._num_tried_passes == MAX_TRIED_PASSES:
+        if self._num_tried_passes == MAX_TRIED_PASSES or recorded_pass.weight_comparison.differing:
             return None
+        # Of another forward each loss is another one.
+        tokens = next((claim for claim in recorded_pass.claims if claim.name == TOKENS), None)
+        pairs = [] if tokens is None else zip(tokens.values, at_recorded_positions, strict=False)
+        if any(own is not None and abs(own - job) > MAX_TRIED_DIFFERENCE for job, own in pairs):
+            return None
+        # A claim is a quantity that the job recorded; one with a doubt is not compared.
         claims = (claim for claim in recorded_pass.claims if claim.name == LOSS and claim.doubt is None)
         job_loss = next((claim.values[0] for claim in claims), None)
         assert self._make_objective_inputs is not None

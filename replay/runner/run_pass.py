@@ -98,7 +98,7 @@ class PassInputs:
     routes               the experts that the job's routers chose in a mixture of experts. The routers here are made to
                          choose them, or their own choice is compared with them; None: the routers are left alone
     router_loss_term     computes the routers' auxiliary (load-balancing) loss, a term of the pass's loss, from the
-                         logits that `routes` keep; None: the loss has no such term
+                         logits of the routers here, which `routes` has them keep; None: the loss has no such term
     """
 
     actor_inputs: ActorInputs
@@ -130,8 +130,8 @@ class PassOutcome:
     router_loss_factor  what the routers' loss is multiplied by in the loss that the job gave to `recorder.note`.
                   0: the job left it out
                   1: the loop divided the pass's loss by the number of passes of a step, and then added it
-                  another number: the loop added it first and then divided the sum. It is the share that was left of
-                  both, `LogProbWeights.total`, to which the loss's weights of its log-probs add up
+                  another number: the loop added it first and then divided the sum; this is what the division left of
+                  each, such as 1/4 with four passes a step (`LogProbWeights.total`)
                   nan: the job's loss does not tell
                   None: the job gave no loss, or the model has no routers' loss
     """

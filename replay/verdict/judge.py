@@ -119,8 +119,8 @@ class JudgedRun:
             return self.verdict
         evidence = replace(self.evidence, trials=trials, single_pass_gradients=single_pass_gradients)
         causes = find_causes(evidence)
-        # Names of findings that no cause explains, and apart from them those of later passes alone, where they may
-        # follow from a wrong step that a cause explains.
+        # Names of findings that no cause explains, in two lists. Those of the second are wrong in later passes alone,
+        # and a wrong step that a cause explains may have made them so.
         unexplained_names, names_that_may_follow = split_unexplained(evidence, causes)
         return replace(
             self.verdict, causes=causes, unexplained=unexplained_names, may_follow=names_that_may_follow, trials=trials
@@ -154,8 +154,8 @@ def judge_without_causes(passes: Sequence[PassEvidence], settings: VerdictSettin
        REPRODUCED if any is reproduced, else CANNOT TELL.
     """
     indexed_passes = [(record.index, recorded) for record, recorded, _ in passes if recorded is not None]
-    # If DDP did not reduce the gradients of the last pass before a step (`no_sync` left on), that is listed with what
-    # the job's model is known to have other than the replay's: a cause may name it.
+    # If DDP did not reduce the gradients of the last pass before a step (`no_sync` left on), that is a further known
+    # difference of the job's model, so that a cause can name it.
     unreduced_steps = find_unreduced_step_differences([recorded for _, recorded in indexed_passes])
     model_differences = [*settings.model_differences, *unreduced_steps]
     # An optimizer without fp32 weights rounds each weight that it writes, so after its step the weights of job and
@@ -224,8 +224,8 @@ def judge_without_causes(passes: Sequence[PassEvidence], settings: VerdictSettin
 def _compare_passes(passes: Sequence[PassEvidence], settings: VerdictSettings) -> list[ComparedPass]:
     """Compare the numbers of each pass whose capture could be read."""
     readable = [(record, recorded, replayed) for record, recorded, replayed in passes if recorded is not None]
-    # `claims` are the quantities that the job recorded. A norm comes with the last pass of a window. So if a pass and
-    # the pass before it both have a norm, that pass is a window of its own. Otherwise only a recorded step tells how
+    # `claims` are the quantities that the job recorded. A norm comes with the last pass of a window. So if two
+    # passes in a row have a norm, the later one is a window of its own. Otherwise only a recorded step tells how
     # many passes the norm covers.
     passes_with_grad_norm = {
         (recorded.rank, recorded.forward_number)
