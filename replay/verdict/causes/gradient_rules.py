@@ -61,7 +61,7 @@ def find_ranks_own_gradients(evidence: CauseEvidence) -> Cause | None:
     own = [name for name in names if not _are_equal([by_rank[rank][name] for rank in ranks])]
     if not own:
         return None
-    norms = "its norm is " + name_some(
+    norms = "the norm is " + name_some(
         [f"{math.hypot(*(by_rank[rank][name].job_norm or 0.0 for name in own)):.6g} on rank {rank}" for rank in ranks],
         4,
     )
