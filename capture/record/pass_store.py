@@ -20,7 +20,7 @@ from capture.file_format.micro_batch import CaptureError
 from capture.file_format.model_facts import write_model_facts
 from capture.file_format.optimizer_step import OptimizerStep, merge_steps
 from capture.file_format.safe_unpickler import copy_plain
-from capture.file_format.tensor_codec import encode_tensor
+from capture.file_format.tensor_codec import encode_tensor, view_bytes
 from capture.record.background_writer import warn
 from capture.record.model_facts import RawModelFacts
 from capture.record.observer import RecordingObserver
@@ -268,6 +268,8 @@ class PassStore:
                 encoded.body["weights"] = end.weights.to_parameter_samples().to_json()
             if end.training is not None:
                 encoded.body["training"] = copy_plain(end.training)
+            if end.cpu_state_before is not None:
+                encoded.body["random"]["torch"]["cpu"] = bytes(view_bytes(end.cpu_state_before))
             if pass_outputs.random_after is not None:
                 encoded.body["random_after"] = pass_outputs.random_after.to_marks()
             if pass_outputs.routes:

@@ -153,7 +153,7 @@ class RandomSnapshot(NamedTuple):
         return states
 
 
-def take_random_snapshot(cuda_device: torch.device | None = None) -> RandomSnapshot:
+def take_random_snapshot(cuda_device: torch.device | None = None, cpu_state: Tensor | None = None) -> RandomSnapshot:
     """Take the generators' states.
 
     The device's generator is a seed and an offset on the host, so there is no wait for the device.
@@ -162,7 +162,7 @@ def take_random_snapshot(cuda_device: torch.device | None = None) -> RandomSnaps
     return RandomSnapshot(
         python=_read_python_state(),
         numpy=None if numpy_random is None else _read_numpy_state(numpy_random),
-        torch=take_generator_snapshot(cuda_device),
+        torch=take_generator_snapshot(cuda_device, cpu_state),
     )
 
 

@@ -17,7 +17,7 @@ from capture.file_format.tensor_codec import Output, TrainingMode, can_encode
 from capture.record.background_writer import warn
 from capture.record.call_arguments import find_forward_signature, sort_arguments
 from capture.record.engine_gradients import read_engine_loss_scale
-from capture.record.generator_marks import GeneratorSnapshot, take_generator_snapshot
+from capture.record.generator_marks import CpuStateFollower, GeneratorSnapshot, PassKind, take_generator_snapshot
 from capture.record.host_copy import ArgumentCopier, ArgumentCopies, copy_to_host, is_capturing_graph
 from capture.record.job_facts import (
     ModelDevices,
@@ -162,16 +162,19 @@ class PassEnd:
     weights      samples of the weights; None if they were taken where the pass began
     training     which parts of the model train; None if that is what its snapshot has
     model_facts  what the model is, if it trains other parameters than before
+    cpu_state_before  the state of the CPU's generator where the pass began; None if that is what its snapshot has
     """
 
     settings: Mapping[str, str] = field(default_factory=dict)
     weights: RawSamples | None = None
     training: TrainingMode | None = None
     model_facts: RawModelFacts | None = None
+    cpu_state_before: Tensor | None = None
 
     @property
     def is_empty(self) -> bool:
-        return not self.settings and all(value is None for value in (self.weights, self.training, self.model_facts))
+        values = self.weights, self.training, self.model_facts, self.cpu_state_before
+        return not self.settings and all(value is None for value in values)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -263,6 +266,9 @@ class SnapshotMaker:
         # The device of the running pass, if it has a generator, and whether the states at its end are kept.
         self._cuda_device: torch.device | None = None
         self._keeps_random_after = False
+        self._cpu_states = CpuStateFollower()
+        # The state of the CPU's generator where the running pass began, if its end tells another one.
+        self._cpu_state_before: Tensor | None = None
         self._sampler = ParameterSampler(model) if reproduce else None
         self._facts_taker = ModelFactsTaker(model) if reproduce else None
         self._gradient_sync = GradientSyncReader(model) if reproduce else None
@@ -323,6 +329,8 @@ class SnapshotMaker:
         self._training_pass = forward if trains else None
         # Of a model on several devices one generator alone would be recorded, and tell of a part of the masks.
         self._cuda_device = device if device.type == "cuda" else None
+        training = None if self._training_mode is None else self._training_mode.expect()
+        is_training = training is not None and training["model"]
         self._keeps_random_after = self._reproduce and not self._devices.are_several
         return PassSnapshot(
             copies=copies,
@@ -330,8 +338,8 @@ class SnapshotMaker:
             left_out=arguments.left_out,
             trains=trains,
             make_origin=partial(self._make_origin, rank, world_size, forward, time.monotonic_ns()),
-            random=take_random_snapshot(self._cuda_device) if self._reproduce else None,
-            training=None if self._training_mode is None else self._training_mode.expect(),
+            random=self._take_random_before((trains, is_training)) if self._reproduce else None,
+            training=training,
             weights=weights,
             optimizer_step=None if self.window is None else self.window.number,
             settings=settings,
@@ -372,12 +380,20 @@ class SnapshotMaker:
         facts = None if taker is None or training_pass is None else taker.take_change(training_pass)
         if facts is not None and self._sampler is not None:
             self._sampler.count_frozen()
+        cpu_state_before, self._cpu_state_before = self._cpu_state_before, None
         return PassEnd(
+            cpu_state_before=cpu_state_before,
             settings={} if self._compute_dtype is None else self._compute_dtype.end(),
             weights=None if begins_window is None else self._sample_weights(begins_window),
             training=None if self._training_mode is None else self._training_mode.correct(),
             model_facts=facts,
         )
+
+    def _take_random_before(self, kind: PassKind) -> RandomSnapshot:
+        may_wait = self._cuda_device is not None and self._keeps_random_after
+        snapshot = take_random_snapshot(self._cuda_device, self._cpu_states.begin(kind, may_wait=may_wait))
+        self._cpu_states.note_begin(snapshot.torch.cpu)
+        return snapshot
 
     def take_random_after(self) -> GeneratorSnapshot | None:
         """Take the states of torch's generators where the forward of the latest pass ends.
@@ -386,7 +402,11 @@ class SnapshotMaker:
         checkpointing, comes later. None if the pass is not recorded.
         """
         keeps_states, self._keeps_random_after = self._keeps_random_after, False
-        return take_generator_snapshot(self._cuda_device) if keeps_states else None
+        if not keeps_states:
+            return None
+        after = take_generator_snapshot(self._cuda_device)
+        self._cpu_state_before = self._cpu_states.end(after.cpu)
+        return after
 
     def take_logits(self, output: Any) -> PassLogits | None:
         """Find the logits of the latest pass, which ends with `output`; None if there are none that predict a token.
