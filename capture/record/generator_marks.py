@@ -74,6 +74,7 @@ class CpuStateFollower:
         # By the kind of pass.
         self._num_quiet: Counter[PassKind] = Counter()
         self._kind: PassKind = False, False
+        self._may_wait = False
         self._state_at_begin: Tensor | None = None
         self._state_at_end: Tensor | None = None
         self._was_read = True
@@ -83,7 +84,8 @@ class CpuStateFollower:
 
         may_wait  the pass is on a GPU, and `end` will be called unless it fails
         """
-        self._kind, self._was_read = kind, not may_wait or self._num_quiet[kind] < NUM_QUIET
+        self._kind, self._may_wait = kind, may_wait
+        self._was_read = not may_wait or self._num_quiet[kind] < NUM_QUIET
         return None if self._was_read else self._state_at_end
 
     def note_begin(self, state: Tensor) -> None:
@@ -92,6 +94,8 @@ class CpuStateFollower:
 
     def end(self, state: Tensor) -> Tensor | None:
         """End a pass with this state. Returns the state that it began with, if it was recorded with another one."""
+        if not self._may_wait:
+            return None
         is_same = self._state_at_begin is not None and torch.equal(state, self._state_at_begin)
         if is_same:
             self._num_quiet[self._kind] += 1
