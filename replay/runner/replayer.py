@@ -64,6 +64,7 @@ from replay.runner.run_pass import (
     run_pass_again,
 )
 from replay.runner.step_follower import StepFollower
+from replay.tolerances.difference import is_coarse
 from replay.tolerances.job_bounds import LOSS, TOKENS
 from replay.tracing.writer import TraceWriter
 from replay.verdict.judge import PassEvidence
@@ -83,8 +84,10 @@ from replay.verdict.tried_losses import TriedLosses
 from replay.verdict.weight_check import WeightChecker
 from replay.watch.progress import RankPhase, Tracker
 
-# Other losses are computed of so many passes whose loss is not the job's, if no token's log-prob is so far from its.
-MAX_TRIED_PASSES, MAX_TRIED_DIFFERENCE = 4, 0.05
+# Other losses are tried in so many passes whose own loss is not the job's, if no log-prob is so far from the job's: in
+# fp32, and where a 16-bit dtype rounds.
+MAX_TRIED_PASSES = 4
+MAX_TRIED_DIFFERENCE = {False: 1e-3, True: 0.05}
 
 
 class ReopeningError(RuntimeError):
@@ -577,12 +580,13 @@ class Replayer:
         is_plain = outcome.router_loss is None and not inputs.has_reversed_rows
         if self._objective is None or not inputs.train_mode or not is_plain:
             return None
-        if self._num_tried_passes == MAX_TRIED_PASSES or recorded_pass.weight_comparison.differing:
+        if self._num_tried_passes == MAX_TRIED_PASSES:
             return None
         # Of another forward each loss is another one.
         tokens = next((claim for claim in recorded_pass.claims if claim.name == TOKENS), None)
         pairs = [] if tokens is None else zip(tokens.values, at_recorded_positions, strict=False)
-        if any(own is not None and abs(own - job) > MAX_TRIED_DIFFERENCE for job, own in pairs):
+        most = MAX_TRIED_DIFFERENCE[is_coarse(recorded_pass.dtypes)]
+        if any(own is not None and abs(own - job) > most for job, own in pairs):
             return None
         # A claim is a quantity that the job recorded; one with a doubt is not compared.
         claims = (claim for claim in recorded_pass.claims if claim.name == LOSS and claim.doubt is None)
