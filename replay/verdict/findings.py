@@ -227,7 +227,7 @@ class Finding:
         return 0.0 if self.difference is None or not self.bound else self.difference / self.bound
 
 
-def make_finding(
+def judge_number(
     name: str,
     recorded: float,
     replayed: float,
@@ -239,7 +239,9 @@ def make_finding(
     where: str | None = None,
     num_values: int = 1,
 ) -> Finding:
-    """Make a finding with its status. If `is_evidence` is None, an equal number is evidence unless there is a doubt.
+    """Judge a number that the job recorded, by its distance from the replay's and the bound of that.
+
+    If `is_evidence` is None, an equal number is evidence unless there is a doubt.
 
     A loss or a gradient that agrees within a bound that it could be off by its own size in was not judged. Numbers that
     are not finite on both sides are no distance apart, as a job that overflowed is reproduced where the replay does.
@@ -358,7 +360,7 @@ def _compare_root_mean_square(
         [measure_difference(job_value, replay_value) for _, job_value, replay_value, _ in pairs]
     )
     dtypes = list_dtypes(recorded, settings)
-    return make_finding(
+    return judge_number(
         TOKENS_RMS,
         root_mean_square([job_value for _, job_value, _, _ in pairs]),
         root_mean_square([replay_value for _, _, replay_value, _ in pairs]),
@@ -406,7 +408,7 @@ def _compare_claim(
             bound += roundoff(claim.stored_as)
         distance = measure_difference(job_value, replay_value)
         findings.append(
-            make_finding(
+            judge_number(
                 claim.name,
                 job_value,
                 replay_value,

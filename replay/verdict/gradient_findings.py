@@ -20,8 +20,8 @@ from replay.verdict.findings import (
     FindingStatus,
     VerdictSettings,
     choose_worst,
+    judge_number,
     list_dtypes,
-    make_finding,
     make_unjudged_finding,
     report_other_settings,
     report_other_weighting,
@@ -404,7 +404,7 @@ def _compare_norm(
         doubt = doubt or f"the job did not train {pluralise(num_frozen, 'parameter')}"
     index = window[-1].record.index
     difference = relative_difference(replay_norm, job_norm)
-    return make_finding(
+    return judge_number(
         GRAD_NORM,
         job_norm,
         replay_norm,
@@ -533,7 +533,7 @@ def _compare_elements(
             can_tell |= pair.shows_vanishing(bound)
             least_floor = find_least_floor(pair.name)
             findings.append(
-                make_finding(
+                judge_number(
                     GRADIENT,
                     pair.job_value,
                     pair.replay_value,

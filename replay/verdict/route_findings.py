@@ -13,7 +13,7 @@ from actor_init.routes import RouterFlips
 from replay.output.text import Pairs
 from replay.runlog.records import PassRecord
 from replay.tolerances.job_bounds import compute_flip_bound, compute_tie_distance
-from replay.verdict.findings import Finding, VerdictSettings, list_dtypes, make_finding
+from replay.verdict.findings import Finding, VerdictSettings, judge_number, list_dtypes
 from replay.verdict.recorded_pass import RecordedPass, ReplayedPass
 
 ROUTES = "expert routes"
@@ -39,7 +39,7 @@ def compare_routes(
 
 def _judge_router(router_flips: RouterFlips, tie: float) -> Finding:
     share = sum(distance > tie for distance in router_flips.distances) / router_flips.num_tokens
-    finding = make_finding(
+    finding = judge_number(
         ROUTES,
         0.0,
         share,

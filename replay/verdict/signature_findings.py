@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from replay.tolerances.difference import absolute_difference
 from replay.tolerances.job_bounds import GRADIENT, GRADIENT_NORMS, GRADIENT_RMS, HIDING_BOUND, compute_norm_bound
-from replay.verdict.findings import Finding, FindingStatus, VerdictSettings, choose_worst, make_finding
+from replay.verdict.findings import Finding, FindingStatus, VerdictSettings, choose_worst, judge_number
 from replay.verdict.gradient_evidence import ComparedGradient, GradientEvidence, name_kind
 from replay.verdict.sample_pairs import find_least_floor
 
@@ -107,7 +107,7 @@ class _SignatureJudge:
         difference = distance / least_norm if least_norm and math.isfinite(least_norm) else distance
         kinds = {name_kind(name) for name in compared.names}
         bound = max(map(self._choose_bound, kinds))
-        return make_finding(
+        return judge_number(
             GRADIENT_NORMS,
             compared.job_norm,
             compared.replay_norm,
@@ -126,7 +126,7 @@ class _SignatureJudge:
         job_size = compared.job_size or 0.0
         if max(job_size, compared.size) <= bound:
             return None
-        return make_finding(
+        return judge_number(
             GRADIENT_RMS,
             job_size,
             compared.size,

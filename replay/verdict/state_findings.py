@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from replay.tolerances.difference import absolute_difference, as_share
 from replay.tolerances.job_bounds import GRADIENT, HIDING_BOUND, LEAST_RMS, STATE_FACTOR
-from replay.verdict.findings import Finding, VerdictSettings, list_dtypes, make_finding
+from replay.verdict.findings import Finding, VerdictSettings, judge_number, list_dtypes
 from replay.verdict.recorded_pass import OPTIMIZER_STATE, RecordedPass, ReplayedPass, match_parameter_name
 
 # States that are averages of squares: they are off by twice what the gradients are.
@@ -46,7 +46,7 @@ def compare_states(
                 worst = max(range(len(differences)), key=differences.__getitem__)
                 factor = 2 * STATE_FACTOR if key in SQUARES else STATE_FACTOR
                 findings.append(
-                    make_finding(
+                    judge_number(
                         OPTIMIZER_STATE,
                         job_values[worst],
                         run.values[worst],

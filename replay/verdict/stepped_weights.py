@@ -19,7 +19,7 @@ from replay.tolerances.job_bounds import (
     STEPPED,
     UPDATE_FACTOR,
 )
-from replay.verdict.findings import ROUNDING_HIDES, Finding, FindingStatus, VerdictSettings, list_dtypes, make_finding
+from replay.verdict.findings import ROUNDING_HIDES, Finding, FindingStatus, VerdictSettings, judge_number, list_dtypes
 from replay.verdict.gradient_findings import ComparedPass
 from replay.verdict.gradient_samples import GradientSamples
 from replay.verdict.recorded_pass import SteppedSample
@@ -102,7 +102,7 @@ def _compare(
     farthest = max(drifts, key=lambda drift: drift.drift / (bound + drift.rounding))
     bound += farthest.rounding
     element = farthest.worst
-    finding = make_finding(
+    finding = judge_number(
         STEPPED,
         element.job_values[0],
         element.replay_values[0],
@@ -117,7 +117,7 @@ def _compare(
     middle = sorted(drifts, key=lambda drift: drift.excess)[len(drifts) // 2]
     if len(drifts) < MIN_UPDATES or middle.rounding + MEDIAN_UPDATE_BOUND > HIDING_BOUND:
         return replace(finding, status=FindingStatus.NOT_JUDGED, doubt=ROUNDING_HIDES, is_evidence=False)
-    return make_finding(
+    return judge_number(
         STEPPED,
         middle.worst.job_values[0],
         middle.worst.replay_values[0],

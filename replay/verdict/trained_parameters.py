@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from capture.file_format.optimizer_step import OptimizerStep
 from replay.output.text import name_some
-from replay.verdict.findings import Finding, make_finding
+from replay.verdict.findings import Finding, judge_number
 from replay.verdict.gradient_samples import GradientSamples, compute_scale
 from replay.verdict.recorded_pass import MISSING_GRADIENT, match_parameter_name
 
@@ -45,7 +45,7 @@ def find_missing_gradients(
     have = "has" if len(missing) == 1 else "have"
     where = f"{name_some(missing, MAX_NAMED)}, which {have} no gradient in the job"
     size = sizes[missing[0]]
-    finding = make_finding(
+    finding = judge_number(
         MISSING_GRADIENT, 0.0, size, difference=1.0, bound=0.0, doubt=doubt, is_evidence=True, where=where
     )
     return [

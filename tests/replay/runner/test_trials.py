@@ -22,7 +22,7 @@ from replay.runner.trials import (
 )
 from replay.tolerances.job_bounds import GRADIENT, LOSS
 from replay.verdict.causes.cause import CauseName
-from replay.verdict.findings import VerdictSettings, make_finding
+from replay.verdict.findings import VerdictSettings, judge_number
 from replay.verdict.judge import PassEvidence, judge
 from replay.verdict.outcomes import Outcome, PassVerdict, Verdict
 from replay.verdict.recorded_pass import RecordedPass, ReplayedPass, WeightComparison
@@ -205,7 +205,7 @@ def make_verdict(*judged: tuple[int, str, int | None]) -> Verdict:
             rank=0,
             outcome=Outcome.DIFFERS if name else Outcome.REPRODUCED,
             reason=None,
-            findings=[make_finding(name or LOSS, 1.0, 1.0, difference=0.1 if name else 0.0, bound=1e-5)],
+            findings=[judge_number(name or LOSS, 1.0, 1.0, difference=0.1 if name else 0.0, bound=1e-5)],
             first_index=None if step is None else index,
             optimizer_step=step,
         )

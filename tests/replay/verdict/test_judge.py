@@ -28,7 +28,7 @@ from replay.tolerances.job_bounds import (
     compute_bound,
     name_signature_floor,
 )
-from replay.verdict.findings import VerdictSettings, make_finding
+from replay.verdict.findings import VerdictSettings, judge_number
 from replay.verdict.judge import PassEvidence, judge
 from replay.verdict.outcomes import Outcome, Verdict
 from replay.verdict.recorded_pass import Claim, DifferingElement, RecordedPass, ReplayedPass, WeightComparison
@@ -565,8 +565,8 @@ def test_what_differs_in_the_environment_is_listed_beside() -> None:
 
 
 def test_a_finding_at_its_bound_agrees() -> None:
-    assert make_finding(LOSS, 1.0, 1.1, difference=0.1, bound=0.1).agrees
-    assert not make_finding(LOSS, 1.0, 1.1, difference=0.1, bound=0.09).agrees
+    assert judge_number(LOSS, 1.0, 1.1, difference=0.1, bound=0.1).agrees
+    assert not judge_number(LOSS, 1.0, 1.1, difference=0.1, bound=0.09).agrees
 
 
 @pytest.mark.parametrize(("dtype", "is_said"), [("float16", True), ("float32", False)])

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from capture.file_format.optimizer_step import Sample
-from replay.verdict.findings import make_finding
+from replay.verdict.findings import judge_number
 from replay.verdict.judge import PassEvidence
 from replay.verdict.outcomes import Outcome
 from replay.verdict.recorded_pass import WeightComparison
@@ -109,7 +109,7 @@ def test_ranks_of_which_each_forward_is_wrong_are_named(
         compared = make_window([SOUND] * 3, SOUND, index=index)[rank]
         recorded = replace(compared.recorded, num_steps_before=0)
         passes.append(PassEvidence(compared.record, recorded, compared.replayed))
-        finding = make_finding("loss", 1.0, 1.0 if is_right else 2.0, difference=0.0 if is_right else 1.0, bound=1e-4)
+        finding = judge_number("loss", 1.0, 1.0 if is_right else 2.0, difference=0.0 if is_right else 1.0, bound=1e-4)
         outcome = Outcome.REPRODUCED if is_right else Outcome.DIFFERS
         verdicts.append(replace(make_verdict(index, [finding]), rank=rank, outcome=outcome))
     remarks = _compare_forwards_of_ranks(passes, verdicts)

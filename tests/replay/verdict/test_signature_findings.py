@@ -15,7 +15,7 @@ from replay.tolerances.job_bounds import (
     compute_signature_bound,
     name_signature_floor,
 )
-from replay.verdict.findings import Finding, FindingStatus, VerdictSettings, make_finding
+from replay.verdict.findings import Finding, FindingStatus, VerdictSettings, judge_number
 from replay.verdict.gradient_evidence import ComparedGradient, GradientEvidence, name_kind
 from replay.verdict.signature_findings import do_some_signatures_agree, judge_signatures
 
@@ -173,7 +173,7 @@ def test_norms_of_several_parameters_have_a_sharper_bound() -> None:
 
 @pytest.mark.parametrize("name", [LOSS, GRADIENT_NORMS])
 def test_a_bound_of_half_its_size_judges_no_loss_and_no_gradient(name: str) -> None:
-    hidden = make_finding(name, 1.0, 1.4, difference=0.4, bound=0.51)
+    hidden = judge_number(name, 1.0, 1.4, difference=0.4, bound=0.51)
     assert (hidden.status, hidden.is_evidence) == (FindingStatus.NOT_JUDGED, False)
-    assert make_finding(name, 1.0, 1.6, difference=0.6, bound=0.51).status is FindingStatus.DIFFERS
-    assert make_finding(name, 1.0, 1.4, difference=0.4, bound=0.49).agrees
+    assert judge_number(name, 1.0, 1.6, difference=0.6, bound=0.51).status is FindingStatus.DIFFERS
+    assert judge_number(name, 1.0, 1.4, difference=0.4, bound=0.49).agrees

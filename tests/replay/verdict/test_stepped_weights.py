@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from replay.tolerances.job_bounds import GRADIENT, STEPPED, NoiseFloor
-from replay.verdict.findings import FindingStatus, VerdictSettings, make_finding
+from replay.verdict.findings import FindingStatus, VerdictSettings, judge_number
 from replay.verdict.gradient_findings import ComparedPass
 from replay.verdict.gradient_samples import GradientSamples
 from replay.verdict.recorded_pass import RecordedPass, ReplayedPass, SteppedSample, WeightComparison
@@ -74,7 +74,7 @@ def test_another_update_differs(times: float) -> None:
 @pytest.mark.parametrize(("num_steps", "is_compared"), [(4, True), (3, False), (5, False), (None, False)])
 def test_weights_are_compared_where_job_and_replay_took_one_step(num_steps: int | None, is_compared: bool) -> None:
     """A step of the job between, of which no pass is recorded, moves its weights once more."""
-    agreeing = make_finding(GRADIENT, 1.0, 1.0, difference=0.0, bound=1e-3)
+    agreeing = judge_number(GRADIENT, 1.0, 1.0, difference=0.0, bound=1e-3)
     before = replace(make_pass(0, num_steps_of_job=3), window_findings=[agreeing])
     after = make_pass(1, make_sample(RIGHT), num_steps=1, num_steps_of_job=num_steps)
     assert list(compare_stepped_weights([[before]], [before, after], SETTINGS)) == [0] * is_compared

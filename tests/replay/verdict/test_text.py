@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
-from replay.verdict.findings import Finding, FindingStatus, make_finding
+from replay.verdict.findings import Finding, FindingStatus, judge_number
 from replay.verdict.outcomes import Coverage, Outcome, PassVerdict, Verdict
 from replay.verdict.text import format_verdict
 
@@ -73,7 +73,7 @@ def test_numbers_that_were_compared_are_told_with_both_values_and_their_reason_o
 
 
 def test_the_numbers_nearest_to_their_bounds_are_told_first_and_the_others_counted() -> None:
-    agreeing = [make_finding(f"q{i}", 1.0, 1.0, difference=0.1 * i, bound=1.0) for i in range(1, 7)]
+    agreeing = [judge_number(f"q{i}", 1.0, 1.0, difference=0.1 * i, bound=1.0) for i in range(1, 7)]
     [evidence] = list_lines(make_verdict(worst=agreeing), "evidence")
     numbers = ", ".join(f"q{i} to 0.{i} (bound 1)" for i in (6, 5, 4, 3))
     assert evidence == f"{numbers}, 2 more within their bounds; computed in float32"

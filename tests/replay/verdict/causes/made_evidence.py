@@ -10,7 +10,7 @@ from capture.file_format.gradient_signature import GradientSignature, choose_sig
 from capture.file_format.optimizer_step import OptimizerStep
 from replay.tolerances.job_bounds import GRAD_NORM, GRADIENT, LOSS, TOKENS
 from replay.verdict.causes.evidence import CauseEvidence
-from replay.verdict.findings import Finding, VerdictSettings, make_finding
+from replay.verdict.findings import Finding, VerdictSettings, judge_number
 from replay.verdict.gradient_findings import ComparedPass
 from replay.verdict.gradient_samples import GradientSamples
 from replay.verdict.outcomes import Outcome, PassVerdict
@@ -129,7 +129,7 @@ def make_gradient_evidence(
     last = windows[-1][-1]
     job_norm = math.hypot(*(signature.norm for signature in sign_of(last)))
     findings = [
-        make_finding(name, job_norm, float(last.record.result.grad_norm or 0.0), difference=1.0, bound=1e-4)
+        judge_number(name, job_norm, float(last.record.result.grad_norm or 0.0), difference=1.0, bound=1e-4)
         for name in names
     ]
     return CauseEvidence(
@@ -162,7 +162,7 @@ def make_verdict(index: int, findings: Sequence[Finding], *, optimizer_step: int
 def make_forward_evidence(*wrong: str, **settings: Any) -> CauseEvidence:
     """Evidence of one pass whose quantities `wrong` differ, and whose other ones of loss and tokens agree."""
     findings = [
-        make_finding(name, 2.0, 1.0 if name in wrong else 2.0, difference=float(name in wrong), bound=0.1)
+        judge_number(name, 2.0, 1.0 if name in wrong else 2.0, difference=float(name in wrong), bound=0.1)
         for name in (LOSS, TOKENS)
     ]
     return CauseEvidence(

@@ -16,7 +16,7 @@ from replay.verdict.causes.clipping import (
     find_round_number,
 )
 from replay.verdict.causes.wrong_gradient import GRADIENT_FINDINGS
-from replay.verdict.findings import make_finding
+from replay.verdict.findings import judge_number
 from replay.verdict.gradient_findings import ComparedPass
 from replay.verdict.model_facts import ModelDifference, ModelDifferenceKind
 from replay.verdict.recorded_pass import WEIGHTING
@@ -110,8 +110,8 @@ def test_a_limit_is_a_round_number(norm: float, number: float | None) -> None:
 
 
 def test_another_norm_is_told_where_it_alone_is_wrong_first() -> None:
-    norm = make_finding(GRAD_NORM, 5.0, 4.0, difference=0.25, bound=1e-4)
-    parts = make_finding(GRADIENT_NORMS, 1.0, 1.0, difference=0.0, bound=1e-3)
+    norm = judge_number(GRAD_NORM, 5.0, 4.0, difference=0.25, bound=1e-4)
+    parts = judge_number(GRADIENT_NORMS, 1.0, 1.0, difference=0.0, bound=1e-3)
     verdict = make_verdict(0, [norm, parts], optimizer_step=0)
     evidence = replace(make_forward_evidence(), verdicts=[verdict])
     cause = find_other_norm(evidence)
@@ -124,9 +124,9 @@ def test_another_norm_is_told_where_it_alone_is_wrong_first() -> None:
         settings = replace(evidence.settings, model_differences=stated)
         assert (find_other_norm(replace(evidence, settings=settings)) is not None) is is_found
     # Something else is wrong before it.
-    before = make_verdict(0, [make_finding(LOSS, 2.0, 1.0, difference=1.0, bound=0.1)])
+    before = make_verdict(0, [judge_number(LOSS, 2.0, 1.0, difference=1.0, bound=0.1)])
     assert find_other_norm(replace(evidence, verdicts=[before, verdict])) is None
-    other = make_verdict(0, [make_finding(GRADIENT_NORMS, 2.0, 1.0, difference=1.0, bound=0.1)], optimizer_step=0)
+    other = make_verdict(0, [judge_number(GRADIENT_NORMS, 2.0, 1.0, difference=1.0, bound=0.1)], optimizer_step=0)
     assert find_other_norm(replace(evidence, verdicts=[other, replace(verdict, index=1)])) is None
     # The parameters' norms were not recorded.
     assert find_other_norm(replace(evidence, verdicts=[replace(verdict, findings=[norm])])) is None

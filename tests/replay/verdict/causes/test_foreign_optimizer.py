@@ -7,7 +7,7 @@ import pytest
 from replay.tolerances.job_bounds import STEPPED
 from replay.verdict.causes.cause import CauseName, Sureness
 from replay.verdict.causes.step_rules import find_left_out_parameters
-from replay.verdict.findings import make_finding
+from replay.verdict.findings import judge_number
 from tests.replay.lint.recorded import make_pass, make_sample, make_samples, make_step
 from tests.replay.verdict.causes.made_evidence import (
     draw_gradients,
@@ -45,7 +45,7 @@ def test_an_optimizer_without_a_state_whose_trained_weights_never_move_holds_non
         weights = make_samples(make_sample(value=1.0 + number * moves))
         [compared] = make_window([draw_gradients()], draw_gradients(), index=number)
         passes.append(replace(compared, recorded=make_pass(number=number, step=step, weights=weights)))
-    wrong = make_finding(STEPPED, 0.0, 1.0, difference=1.0, bound=0.1)
+    wrong = judge_number(STEPPED, 0.0, 1.0, difference=1.0, bound=0.1)
     evidence = replace(make_forward_evidence(), passes=passes, verdicts=[make_verdict(0, [wrong], optimizer_step=0)])
     cause = find_left_out_parameters(evidence)
     assert (cause is not None) is is_found

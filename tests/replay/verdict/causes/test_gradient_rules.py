@@ -10,7 +10,7 @@ from replay.tolerances.job_bounds import GRAD_NORM, GRADIENT, NoiseFloor, name_s
 from replay.verdict.causes.cause import CauseName, Sureness
 from replay.verdict.causes.table import find_causes
 from replay.verdict.dropout_masks import PROVEN_MASKS
-from replay.verdict.findings import make_finding
+from replay.verdict.findings import judge_number
 from replay.verdict.gradient_findings import UNKNOWN_OBJECTIVE
 from replay.verdict.gradient_mix import SinglePassGradient
 from replay.verdict.model_facts import ModelDifference, ModelDifferenceKind
@@ -63,7 +63,7 @@ def test_a_factor_behind_a_step_that_was_another_one_is_no_cause_of_its_own() ->
     windows = [make_window([SOUND], SOUND), make_window([scale_gradients(SOUND, 0.9988, "embed")], SOUND, index=1)]
     evidence = make_gradient_evidence(*windows)
     assert find_causes(evidence)[0].sureness is Sureness.IS
-    step = make_finding(OPTIMIZER, 1.0, 0.0, difference=1.0, bound=0.1)
+    step = judge_number(OPTIMIZER, 1.0, 0.0, difference=1.0, bound=0.1)
     step = replace(step, values_as_text="clipped to 1 in the job, to nothing here")
     first = make_verdict(0, [step], optimizer_step=0)
     causes = find_causes(replace(evidence, verdicts=[first, *evidence.verdicts]))

@@ -9,7 +9,7 @@ from replay.tolerances.job_bounds import GRADIENT, LOSS
 from replay.verdict.causes.cause import CauseName, Sureness
 from replay.verdict.causes.missing_rules import find_missing_gradient
 from replay.verdict.causes.wrong_gradient import GRADIENT_FINDINGS
-from replay.verdict.findings import make_finding
+from replay.verdict.findings import judge_number
 from replay.verdict.recorded_pass import MISSING_GRADIENT
 from tests.replay.verdict.causes.made_evidence import (
     NAMES,
@@ -58,7 +58,7 @@ def test_beside_a_wrong_forward_they_take_no_part_in_the_model() -> None:
     """What is detached computes the same."""
     window = make_window([SOUND], SOUND, without=LAYER)
     evidence = make_gradient_evidence(window, names=(MISSING_GRADIENT,))
-    forward = make_verdict(0, [make_finding(LOSS, 2.0, 1.0, difference=1.0, bound=0.1)])
+    forward = make_verdict(0, [judge_number(LOSS, 2.0, 1.0, difference=1.0, bound=0.1)])
     cause = find_missing_gradient(replace(evidence, verdicts=[forward, *evidence.verdicts]))
     assert cause is not None
     assert (cause.name, cause.sureness) == (CauseName.MODEL_CODE, Sureness.PROBABLY)
@@ -67,7 +67,7 @@ def test_beside_a_wrong_forward_they_take_no_part_in_the_model() -> None:
 
 
 def test_a_window_that_is_not_known_has_the_findings_own_words() -> None:
-    finding = make_finding(MISSING_GRADIENT, 0.0, 1.0, difference=1.0, bound=0.0, where="model.head")
+    finding = judge_number(MISSING_GRADIENT, 0.0, 1.0, difference=1.0, bound=0.0, where="model.head")
     evidence = replace(make_forward_evidence(), verdicts=[make_verdict(4, [finding], optimizer_step=4)])
     cause = find_missing_gradient(evidence)
     assert cause is not None

@@ -24,7 +24,7 @@ from replay.verdict.causes.model_rules import (
 from replay.verdict.causes.table import find_causes
 from replay.verdict.causes.trial import TrialReport, TrialResult
 from replay.verdict.dropout_masks import JOB_IN_EVAL_MODE, MASKS
-from replay.verdict.findings import FindingStatus, make_finding
+from replay.verdict.findings import FindingStatus, judge_number
 from replay.verdict.model_facts import OTHER_TEXT, ModelDifference, ModelDifferenceKind
 from replay.verdict.outcomes import Outcome
 from replay.verdict.recorded_pass import NOTED_LOSS
@@ -127,7 +127,7 @@ def test_rounded_frequencies_are_probably_the_cause() -> None:
 def test_a_setting_with_which_another_pass_has_the_jobs_numbers_is_hardly_the_cause() -> None:
     evidence = make_forward_evidence(LOSS, TOKENS, model_differences=[SCALING])
     [wrong] = evidence.verdicts
-    agreeing = [make_finding(LOSS, 1.0, 1.0, difference=0.0, bound=1e-4)]
+    agreeing = [judge_number(LOSS, 1.0, 1.0, difference=0.0, bound=1e-4)]
     sound = replace(wrong, index=0, outcome=Outcome.REPRODUCED, findings=agreeing)
     gradients = draw_gradients()
     passes = [*make_window([gradients], gradients), *make_window([gradients], gradients, index=1)]
@@ -264,7 +264,7 @@ def make_passes_around(
     passes = [make_window([gradients] * 3, gradients, index=index)[index] for index in range(3)]
     evidence = make_forward_evidence(LOSS, TOKENS, model_differences=[difference])
     [wrong] = evidence.verdicts
-    sound = [make_finding(LOSS, 1.0, 1.0, difference=0.0, bound=1e-4)]
+    sound = [judge_number(LOSS, 1.0, 1.0, difference=0.0, bound=1e-4)]
     verdicts = [
         replace(wrong, index=index, rank=index, outcome=Outcome.REPRODUCED, findings=sound) for index in agreeing
     ]
@@ -342,8 +342,8 @@ def test_which_differences_may_make_a_gradient_wrong(
 def test_a_loss_is_another_function_of_tokens_that_agree(
     wrong: Sequence[str], agreeing: Sequence[str], is_found: bool
 ) -> None:
-    findings = [make_finding(name, 2.0, 1.0, difference=1.0, bound=0.1) for name in wrong]
-    findings += [make_finding(name, 1.0, 1.0, difference=0.0, bound=0.1) for name in agreeing]
+    findings = [judge_number(name, 2.0, 1.0, difference=1.0, bound=0.1) for name in wrong]
+    findings += [judge_number(name, 1.0, 1.0, difference=0.0, bound=0.1) for name in agreeing]
     evidence = replace(make_forward_evidence(), verdicts=[make_verdict(0, findings)])
     cause = find_other_loss_function(evidence)
     assert (cause is not None) is is_found
@@ -361,7 +361,7 @@ def test_a_loss_is_another_function_of_tokens_that_agree(
     ],
 )
 def test_other_random_draws_are_dropout(text: str, dropout: Sequence[str], advice: str) -> None:
-    finding = make_finding(MASKS, 1.0, 0.0, difference=1.0, bound=0.0, doubt=text)
+    finding = judge_number(MASKS, 1.0, 0.0, difference=1.0, bound=0.0, doubt=text)
     evidence = replace(make_forward_evidence(dropout=dropout), verdicts=[make_verdict(2, [finding])])
     cause = find_other_masks(evidence)
     assert cause is not None
@@ -428,7 +428,7 @@ def test_numbers_that_all_have_a_doubt_may_be_of_another_objective(
     doubts: Sequence[str | None], name: CauseName
 ) -> None:
     findings = [
-        make_finding(quantity, 2.0, 1.0, difference=1.0, bound=0.1, doubt=doubt)
+        judge_number(quantity, 2.0, 1.0, difference=1.0, bound=0.1, doubt=doubt)
         for quantity, doubt in zip((LOSS, TOKENS), doubts, strict=True)
     ]
     cause = find_unstated_difference(replace(make_forward_evidence(), verdicts=[make_verdict(0, findings)]))

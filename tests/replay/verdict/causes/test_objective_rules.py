@@ -23,7 +23,7 @@ from replay.tolerances.job_bounds import LOSS, TOKENS
 from replay.verdict.causes.cause import Cause, CauseName, Sureness
 from replay.verdict.causes.objective_rules import find_loss_outside_mask, find_other_objective
 from replay.verdict.causes.table import find_causes
-from replay.verdict.findings import make_finding
+from replay.verdict.findings import judge_number
 from replay.verdict.token_traits import TokenTraits
 from replay.verdict.tried_losses import TriedLosses
 from tests.helpers.objective_inputs import ROWS, made
@@ -71,8 +71,8 @@ def find_cause(*tried: tuple[float, TriedLosses | None], wrong: str = LOSS) -> C
         own = math.nan if losses is None else losses.own.loss
         [compared] = make_window([gradients], gradients, index=index)
         findings = [
-            make_finding(LOSS, loss, own, difference=abs(own - loss), bound=1e-5),
-            make_finding(TOKENS, 1.0, 1.0, difference=float(wrong == TOKENS), bound=1e-5),
+            judge_number(LOSS, loss, own, difference=abs(own - loss), bound=1e-5),
+            judge_number(TOKENS, 1.0, 1.0, difference=float(wrong == TOKENS), bound=1e-5),
         ]
         passes.append(replace(compared, findings=findings, replayed=replace(compared.replayed, tried_losses=losses)))
         verdicts.append(make_verdict(index, findings))

@@ -11,7 +11,7 @@ from replay.verdict.causes.cause import CauseName, Sureness
 from replay.verdict.causes.evidence import CauseEvidence
 from replay.verdict.causes.route_rules import find_other_router_loss, find_other_routes
 from replay.verdict.causes.table import find_causes, split_unexplained
-from replay.verdict.findings import make_finding
+from replay.verdict.findings import judge_number
 from replay.verdict.model_facts import ModelDifference, ModelDifferenceKind
 from replay.verdict.recorded_pass import ROUTER_LOSS_DOUBT
 from replay.verdict.route_findings import ROUTES
@@ -28,8 +28,8 @@ from tests.replay.verdict.causes.made_evidence import (
 def make_route_evidence(*others: str) -> CauseEvidence:
     """Evidence of a router of layer 3 that sends half of the tokens elsewhere, and of other wrong numbers."""
     where = "model.layers.3.mlp.gate"
-    findings = [make_finding(ROUTES, 0.0, 0.5, difference=0.5, bound=0.02, is_evidence=False, where=where)]
-    findings += [make_finding(name, 2.0, 1.0, difference=1.0, bound=0.1) for name in others]
+    findings = [judge_number(ROUTES, 0.0, 0.5, difference=0.5, bound=0.02, is_evidence=False, where=where)]
+    findings += [judge_number(name, 2.0, 1.0, difference=1.0, bound=0.1) for name in others]
     return replace(make_forward_evidence(), verdicts=[make_verdict(1, findings)])
 
 
@@ -123,7 +123,7 @@ def test_without_a_routers_loss_or_with_wrong_tokens_it_is_another_cause() -> No
 
 def test_a_routers_loss_that_is_not_computed_here_leaves_nothing_else_to_say_of_the_loss() -> None:
     doubt = f"{ROUTER_LOSS_DOUBT}: --ring 2 gives each rank a share of the tokens"
-    findings = [make_finding(LOSS, 2.0, 1.0, difference=1.0, bound=0.1, doubt=doubt)]
+    findings = [judge_number(LOSS, 2.0, 1.0, difference=1.0, bound=0.1, doubt=doubt)]
     evidence = replace(make_forward_evidence(), verdicts=[make_verdict(0, findings)])
     [cause] = find_causes(evidence)
     assert (cause.name, cause.sureness) == (CauseName.ROUTER_LOSS, Sureness.PROBABLY)

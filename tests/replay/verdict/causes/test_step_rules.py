@@ -21,7 +21,7 @@ from replay.verdict.causes.step_rules import (
     find_repeated_steps,
     find_untaken_passes,
 )
-from replay.verdict.findings import make_finding
+from replay.verdict.findings import judge_number
 from replay.verdict.pass_weights import find_miscounted_steps
 from replay.verdict.recorded_pass import MISSING_GRADIENT, OPTIMIZER, OPTIMIZER_STATE
 from tests.replay.verdict.causes.made_evidence import (
@@ -73,7 +73,7 @@ def test_uneven_counts_of_the_last_recorded_step_may_be_of_steps_behind_it(
     counts: Sequence[tuple[int, ...]], name: CauseName, sureness: Sureness
 ) -> None:
     evidence = make_steps(counts)
-    wrong = make_finding(OPTIMIZER_STATE, 2.0, 1.0, difference=1.0, bound=0.1)
+    wrong = judge_number(OPTIMIZER_STATE, 2.0, 1.0, difference=1.0, bound=0.1)
     evidence = replace(evidence, verdicts=[make_verdict(9, [wrong], optimizer_step=2)])
     cause = find_other_state(evidence)
     assert cause is not None
@@ -135,9 +135,9 @@ def test_a_norm_that_is_not_that_of_the_parts_is_one_of_another_clipping(
 ) -> None:
     """Where parameters have no gradient in the job, its norm is of the others."""
     findings = [
-        *(make_finding(name, 0.0, 3.0, difference=1.0, bound=0.0) for name in missing),
-        make_finding(GRAD_NORM, 5.0, 4.0, difference=0.25, bound=1e-4),
-        make_finding(GRADIENT_NORMS, 1.0 + off, 1.0, difference=off, bound=1e-3),
+        *(judge_number(name, 0.0, 3.0, difference=1.0, bound=0.0) for name in missing),
+        judge_number(GRAD_NORM, 5.0, 4.0, difference=0.25, bound=1e-4),
+        judge_number(GRADIENT_NORMS, 1.0 + off, 1.0, difference=off, bound=1e-3),
     ]
     evidence = CauseEvidence(
         passes=[], windows=[], verdicts=[make_verdict(0, findings, optimizer_step=0)], settings=SETTINGS, environment={}
@@ -150,8 +150,8 @@ def test_a_norm_that_is_not_that_of_the_parts_is_one_of_another_clipping(
 @pytest.mark.parametrize(("off", "is_found"), [(0.0, True), (1.0, False)])
 def test_moments_of_another_gradient_are_told_where_the_gradient_agrees(off: float, is_found: bool) -> None:
     findings = [
-        make_finding(GRADIENT_NORMS, 1.0 + off, 1.0, difference=off, bound=1e-3),
-        make_finding(OPTIMIZER_STATE, 0.1, 0.9, difference=1.0, bound=1e-3),
+        judge_number(GRADIENT_NORMS, 1.0 + off, 1.0, difference=off, bound=1e-3),
+        judge_number(OPTIMIZER_STATE, 0.1, 0.9, difference=1.0, bound=1e-3),
     ]
     evidence = CauseEvidence(
         passes=[], windows=[], verdicts=[make_verdict(1, findings, optimizer_step=1)], settings=SETTINGS, environment={}
@@ -179,7 +179,7 @@ def make_state_evidence(
 ) -> CauseEvidence:
     """Steps before which the optimizer had counted so many; `name` is wrong at `step`, or in a forward behind all."""
     evidence = make_steps(counts)
-    wrong = make_finding(name, 2.0, 1.0, difference=1.0, bound=0.1)
+    wrong = judge_number(name, 2.0, 1.0, difference=1.0, bound=0.1)
     verdict = make_verdict(len(counts) - 1, [wrong], optimizer_step=step)
     return replace(evidence, verdicts=[verdict], settings=replace(SETTINGS, **settings))
 
@@ -242,7 +242,7 @@ def make_optimizer_evidence(*texts: str, num_windows: int) -> CauseEvidence:
     windows = [make_window([SOUND], SOUND, index=index) for index in range(num_windows)]
     verdicts = []
     for index, text in enumerate(texts):
-        finding = replace(make_finding(OPTIMIZER, 1.0, 2.0, difference=1.0, bound=0.0), values_as_text=text)
+        finding = replace(judge_number(OPTIMIZER, 1.0, 2.0, difference=1.0, bound=0.0), values_as_text=text)
         verdicts.append(make_verdict(index, [finding], optimizer_step=index))
     passes = [compared for window in windows for compared in window]
     return replace(make_forward_evidence(), passes=passes, windows=windows, verdicts=verdicts)
@@ -321,14 +321,14 @@ def test_a_pass_that_was_to_be_trained_on_is_missed_alone(changes: dict[str, Any
 
 
 def test_moments_say_where_and_need_to_be_wrong_first() -> None:
-    moments = make_finding(OPTIMIZER_STATE, 0.1, 0.9, difference=1.0, bound=1e-3, where="layers.0.weight")
+    moments = judge_number(OPTIMIZER_STATE, 0.1, 0.9, difference=1.0, bound=1e-3, where="layers.0.weight")
     verdict = make_verdict(1, [moments], optimizer_step=1)
     evidence = replace(make_forward_evidence(), verdicts=[verdict])
     cause = find_other_moments(evidence)
     assert cause is not None
     assert cause.sentence.endswith("the recorded gradients are the replay's, and its moments (layers.0.weight) are not")
     assert cause.explains == EXPLAINED
-    before = make_verdict(0, [make_finding(LOSS, 2.0, 1.0, difference=1.0, bound=0.1)])
+    before = make_verdict(0, [judge_number(LOSS, 2.0, 1.0, difference=1.0, bound=0.1)])
     assert find_other_moments(replace(evidence, verdicts=[before, verdict])) is None
 
 
@@ -346,7 +346,7 @@ def test_moments_say_where_and_need_to_be_wrong_first() -> None:
 def test_moments_that_differ_before_the_first_step_of_a_replay_with_a_given_state_are_of_another_state(
     exchanged: Sequence[tuple[str, str]], sureness: Sureness, words: str
 ) -> None:
-    wrong = make_finding(OPTIMIZER_STATE, 2.0, 1.0, difference=1.0, bound=0.1, where="exp_avg of a, element 3")
+    wrong = judge_number(OPTIMIZER_STATE, 2.0, 1.0, difference=1.0, bound=0.1, where="exp_avg of a, element 3")
     windows = [make_window([SOUND], SOUND, index=index) for index in range(2)]
     given = replace(SETTINGS, loaded_counts=(6,), exchanged_states=exchanged)
     at_first, later = (

@@ -9,7 +9,7 @@ from docs.write_causes import PAGE, SKILL, insert_table, list_causes, list_meani
 from replay.verdict.causes.cause import Cause, CauseName, Sureness
 from replay.verdict.causes.evidence import CauseEvidence, CauseRule
 from replay.verdict.causes.table import RULES, find_causes, may_lie_in_layer, split_unexplained
-from replay.verdict.findings import VerdictSettings, make_finding
+from replay.verdict.findings import VerdictSettings, judge_number
 from replay.verdict.judge import judge
 from replay.verdict.outcomes import Outcome, PassVerdict
 from tests.broken_jobs.table import JOBS
@@ -19,7 +19,7 @@ SETTINGS = VerdictSettings(dtype="float32", num_layers=2, num_data_ranks=1, grad
 
 def make_evidence(*names: str) -> CauseEvidence:
     """A pass in which the quantities of these names differ."""
-    findings = [make_finding(name, 2.0, 1.0, difference=1.0, bound=0.1) for name in names]
+    findings = [judge_number(name, 2.0, 1.0, difference=1.0, bound=0.1) for name in names]
     verdict = PassVerdict(index=0, source="a.pkl", rank=0, outcome=Outcome.DIFFERS, reason=None, findings=findings)
     return CauseEvidence(passes=[], windows=[], verdicts=[verdict], settings=SETTINGS, environment={})
 

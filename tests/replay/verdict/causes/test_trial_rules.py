@@ -20,14 +20,14 @@ from replay.verdict.causes.trial import (
     needs_confirmation,
 )
 from replay.verdict.causes.trial_rules import RULES
-from replay.verdict.findings import Finding, VerdictSettings, make_finding
+from replay.verdict.findings import Finding, VerdictSettings, judge_number
 from replay.verdict.outcomes import Outcome, PassVerdict
 
 
 def find(
     name: str, difference: float, *, bound: float = 1e-5, num_values: int = 1, doubt: str | None = None
 ) -> Finding:
-    return make_finding(
+    return judge_number(
         name, 5.0, 5.0 + difference, difference=difference, bound=bound, num_values=num_values, doubt=doubt
     )
 
