@@ -65,17 +65,9 @@ def try_losses(
 def _try_policies(
     objective: Objective, inputs: ObjectiveInputs, gradient_BA: Tensor | None, job_loss: float
 ) -> Iterator[TriedLoss]:
-    case = PolicyCase(inputs=inputs, spec=objective.spec, job_loss=job_loss, gradient_BA=gradient_BA)
-    for trial in list_policy_trials(case):
-        yield TriedLoss(
-            name=trial.name,
-            says=trial.says,
-            try_next=trial.try_next,
-            loss=trial.loss,
-            gradient_apart=trial.residual,
-            num_changes=trial.num_changes,
-            is_fitted=trial.is_fitted,
-        )
+    yield from list_policy_trials(
+        PolicyCase(inputs=inputs, spec=objective.spec, job_loss=job_loss, gradient_BA=gradient_BA)
+    )
 
 
 def _try_pairs(

@@ -44,7 +44,7 @@ from replay.runner.trial_findings import TrialEvaluator
 from replay.runner.trial_forward import TrialActor, make_trial_spec
 from replay.runner.trial_logits import MAX_COARSE_RESIDUAL, MAX_POSITIONS, TargetLogits, are_rounded, match_logit_trials
 from replay.runner.trial_losses import MEND_LOSS, LogitStatistics, LossTables, TargetRows, list_loss_trials
-from replay.runner.trial_objectives import PolicyCase, PolicyTrial, fit_temperature, list_policy_trials
+from replay.runner.trial_objectives import PolicyCase, fit_temperature, list_policy_trials
 from replay.runner.trial_ranks import OwnTrial, TrialForward, TrialVariant, join_ranks
 from replay.tolerances.difference import is_coarse
 from replay.tolerances.job_bounds import LOSS
@@ -63,6 +63,7 @@ from replay.verdict.causes.trial_rules import LIKELY_GAIN
 from replay.verdict.findings import Finding, VerdictSettings, compare_pass, list_dtypes
 from replay.verdict.judge import PassEvidence
 from replay.verdict.model_facts import ModelDifferenceKind
+from replay.verdict.tried_losses import TriedLoss
 
 MAX_FORWARDS = 48
 # Relative: how far the gradient of a policy's loss may be from the job's; the replay's own has to be so much farther.
@@ -408,20 +409,20 @@ class PassTrials:
         job_loss = next((finding.recorded for finding in self.unchanged if finding.name == LOSS), math.nan)
         return PolicyCase.make(inputs, self.repeater.spec.objective, job_loss, entropy_BA)
 
-    def _match_policy(self, log_probs_BA: Tensor, trial: PolicyTrial, case: PolicyCase, bound: float) -> TrialMatch:
+    def _match_policy(self, log_probs_BA: Tensor, trial: TriedLoss, case: PolicyCase, bound: float) -> TrialMatch:
         """Hold a policy loss against the job's; its gradient, too, where that tells it from the replay's own."""
         match = match_findings(self.unchanged, self.evaluator.find(log_probs_BA, trial.loss))
         plain = case.plain_residual
-        is_told = trial.residual is not None and plain is not None and plain > MIN_POLICY_GAIN * bound
+        is_told = trial.gradient_apart is not None and plain is not None and plain > MIN_POLICY_GAIN * bound
         if trial.is_fitted and not is_told:
             return TrialMatch(agrees=False)
-        if not match.agrees or trial.residual is None or plain is None:
+        if not match.agrees or trial.gradient_apart is None or plain is None:
             return match
-        if trial.residual > bound:
+        if trial.gradient_apart > bound:
             return TrialMatch(agrees=False)
         if not is_told:
             return match
-        gain = min(match.gain, plain / max(trial.residual, bound / SURE_GAIN_A_TRIAL))
+        gain = min(match.gain, plain / max(trial.gradient_apart, bound / SURE_GAIN_A_TRIAL))
         return replace(match, gain=gain, num_values=match.num_values + case.num_gradients)
 
     def _fit_temperature(self, actor: TrialActor, case: PolicyCase, *, is_known: bool) -> float | None:

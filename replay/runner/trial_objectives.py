@@ -20,6 +20,7 @@ from replay.options.declarations.tensor_names import ADVANTAGES, OLD_LOG_PROBS, 
 from replay.options.spec import KlEstimator, ObjectiveSpec, Reduction
 from replay.runner.trial_logits import MAX_POSITIONS, TargetLogits, search_number
 from replay.verdict.causes.trial_rules import MANY_VALUES
+from replay.verdict.tried_losses import TriedLoss
 
 NEVER_CLIPPED = 1e9
 # Relative: two losses that are no further apart are the same one.
@@ -74,23 +75,6 @@ class PolicyChange:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PolicyTrial:
-    """A policy loss of a pass: its value, and how far its gradient is from the job's.
-
-    residual  relative, of the gradients of the targets' logits; None where the job recorded none
-    is_fitted  to the job's loss, so that its value proves nothing
-    """
-
-    name: str
-    loss: float
-    residual: float | None
-    says: str
-    try_next: str
-    num_changes: int = 1
-    is_fitted: bool = False
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class PolicyCase:
     """What the losses of a pass are computed of; `gradient_BA` of the targets' logits in the job, or None.
 
@@ -141,10 +125,10 @@ class PolicyCase:
             return None
         return place_N[torch.linspace(0, len(place_N) - 1, min(len(place_N), MAX_POSITIONS)).long()]
 
-    def make_plain_trial(self, words: str) -> PolicyTrial:
+    def make_plain_trial(self, words: str) -> TriedLoss:
         """Make the trial of the replay's own settings of these log-probs, which are a trial's already."""
         value = float(self.compute(PolicyForm(spec=self.spec)).detach())
-        return PolicyTrial(name=f"policy {words}", loss=value, residual=None, says=words, try_next=MEND_SETTINGS)
+        return TriedLoss(name=f"policy {words}", loss=value, gradient_apart=None, says=words, try_next=MEND_SETTINGS)
 
     def _compute_tokens(self, form: PolicyForm) -> Tensor:
         inputs, spec = self.inputs, form.spec
@@ -232,7 +216,7 @@ def place_gradients(inputs: ObjectiveInputs) -> Tensor | None:
     return torch.where(inputs.action_mask_BA, gradient_BA, 0.0)
 
 
-def list_policy_trials(case: PolicyCase) -> Iterator[PolicyTrial]:
+def list_policy_trials(case: PolicyCase) -> Iterator[TriedLoss]:
     """Yield the losses with one change; then with two, which come near the job's loss and have no value of before."""
     plain = PolicyForm(spec=case.spec)
     own_value = float(case.compute(plain).detach())
@@ -359,7 +343,7 @@ def _list_divergence_changes(spec: ObjectiveSpec) -> Iterator[PolicyChange]:
             )
 
 
-def _fit_terms(case: PolicyCase, form: PolicyForm, chosen: Sequence[PolicyChange]) -> Iterator[PolicyTrial]:
+def _fit_terms(case: PolicyCase, form: PolicyForm, chosen: Sequence[PolicyChange]) -> Iterator[TriedLoss]:
     """Yield the loss with a divergence or an entropy in it, whose weight is what the job's loss leaves for it."""
     loss = case.compute(form)
     rest = case.job_loss - float(loss.detach())
@@ -402,14 +386,14 @@ def _round(rest: float, unit: float) -> float:
 
 def _make_trial(
     chosen: Sequence[PolicyChange], loss: float, residual: float | None, *, is_fitted: bool = False
-) -> PolicyTrial:
+) -> TriedLoss:
     typed = " ".join(change.typed for change in chosen if change.typed)
     says = " and ".join(change.says for change in chosen)
     try_next = f"if the job is meant so: {typed}; else {MEND_SETTINGS}" if typed else MEND_SETTINGS
-    return PolicyTrial(
+    return TriedLoss(
         name=f"policy {says}",
         loss=loss,
-        residual=residual,
+        gradient_apart=residual,
         says=says,
         try_next=try_next,
         num_changes=len(chosen),

@@ -118,7 +118,7 @@ def test_a_policys_loss_is_known_by_its_value_and_its_gradient(words: str) -> No
     fitting = [
         trial
         for trial in list_policy_trials(case)
-        if abs(trial.loss - case.job_loss) < 1e-6 and trial.residual is not None and trial.residual < 1e-5
+        if abs(trial.loss - case.job_loss) < 1e-6 and trial.gradient_apart is not None and trial.gradient_apart < 1e-5
     ]
     fewest = min(trial.num_changes for trial in fitting)
     # Several changes may come to one loss where no ratio of the pass tells them apart.
