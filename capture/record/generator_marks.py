@@ -66,8 +66,9 @@ class CpuStateFollower:
     To read its 5 kB takes 0.3 ms there (H200), while the device stands idle: the job has just let go of the graph of
     its last pass, and malloc first tidies up what was freed. So where the last NUM_QUIET forwards of a kind drew
     nothing from it, as a GPU's forward hardly ever does, the state is read where the pass ends alone. It is that of the
-    beginning then, unless just this forward is the first of its kind to draw. If the state has changed since the end of
-    the pass before, the next passes of all kinds are read at both ends again.
+    beginning then, unless just this forward is the first of its kind to draw: what it drew is not known, and no end is
+    recorded. If the state has changed since the end of the pass before, the next passes of all kinds are read at both
+    ends again.
     """
 
     def __init__(self) -> None:

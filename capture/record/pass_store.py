@@ -269,8 +269,10 @@ class PassStore:
             if end.training is not None:
                 encoded.body["training"] = copy_plain(end.training)
             if end.cpu_state_before is not None:
+                # The state has changed since the pass before, in this forward or before it, and nothing tells which. So
+                # no end is kept: an end equal to the beginning would say that the forward drew nothing.
                 encoded.body["random"]["torch"]["cpu"] = bytes(view_bytes(end.cpu_state_before))
-            if pass_outputs.random_after is not None:
+            elif pass_outputs.random_after is not None:
                 encoded.body["random_after"] = pass_outputs.random_after.to_marks()
             if pass_outputs.routes:
                 encoded.body["routes"] = {

@@ -130,5 +130,8 @@ def test_a_pass_has_the_state_of_the_cpus_generator_that_it_began_with_also_if_o
     recorded = [mark_recorded_states(call.random)[CPU] for call in calls]
     differs = [number for number, pair in enumerate(zip(recorded, before, strict=True)) if pair[0] != pair[1]]
     assert differs == wrong
+    # Nothing is said of what a forward drew whose state may have changed in it or before it.
+    unsaid = [number for number, call in enumerate(calls) if not call.random_after]
+    assert unsaid == (wrong or ([NUM_QUIET] if draws == "between passes" else []))
     # Each end is read.
     assert num_read == 2 * NUM_QUIET + num_begins_read
