@@ -8,7 +8,13 @@ from replay.lint.remark import LintRemark, LintSubject, Weight
 from replay.output.text import pluralise
 from replay.verdict.causes.cause import CauseName
 from replay.verdict.recorded_pass import RecordedPass
-from replay.verdict.token_traits import NUM_FIRST_TOKENS, RowTraits, TokenTraits, describe_inverted_mask
+from replay.verdict.token_traits import (
+    NUM_FIRST_TOKENS,
+    RowTraits,
+    TokenTraits,
+    describe_inverted_mask,
+    describe_other_side,
+)
 
 # A run of padding at a row's edge is no chance from this length on; a shorter one has to stand in several rows.
 _CERTAIN_RUN = 4
@@ -137,6 +143,9 @@ def _check_targets(traits: Sequence[TokenTraits]) -> Iterator[LintRemark]:
             weight=Weight.WRONG_TARGETS,
             cause=CauseName.OTHER_TOKENS,
         )
+    if (other_side := describe_other_side(traits)) is not None:
+        yield LintRemark(topic="labels", text=other_side, weight=Weight.WRONG_TARGETS, cause=CauseName.OTHER_TOKENS)
+        return
     # Where each token is its own target, the last one of a row stands where the next would be padding.
     if not found and (on_padding := sum(tokens.num_on_padding for tokens in traits if tokens.has_mask)):
         total = sum(tokens.num_labels for tokens in traits)

@@ -88,6 +88,7 @@ class TokenTraits:
     num_past_end       those of them that stand beside the real token that predicts them
     num_of_others      labels that the job gave to real tokens, and that are other tokens
     num_rows_of_others rows with such labels, whose labels are the tokens of another row of the pass
+    num_other_side     rows with labels whose labels are their own tokens, moved by the length of the row's padding
     num_last_labels    rows whose last token has a shifted label
     num_wrapped        those of them in which that is the row's first token
     label_offset       the labels are the tokens so many places later, all of them; None: that cannot be told
@@ -127,6 +128,7 @@ class TokenTraits:
     num_past_end: int = 0
     num_of_others: int = 0
     num_rows_of_others: int = 0
+    num_other_side: int = 0
     num_last_labels: int = 0
     num_wrapped: int = 0
     label_offset: int | None = None
@@ -166,10 +168,11 @@ def read_token_traits(call: CapturedCall, batch: MicroBatch, special_tokens: Spe
     not_finite_places = [(row, column) for row, column in is_not_finite_BS.nonzero().tolist()]
     num_with_gradient, num_outside_mask = _count_outside_mask(call, batch)
     num_left_out, left_out_spacing = _find_left_out(batch, documents, special_tokens)
-    num_of_others = num_rows_of_others = num_unlabelled = 0
+    num_of_others = num_rows_of_others = num_other_side = num_unlabelled = 0
     # Which tokens a loss is of is taken from its gradient where the job gave no labels. A reward may give it none.
     if labels_BS is not None and token_labels_BS is not None and labels_BS is not batch.loss_targets_BS:
         num_of_others, num_rows_of_others = _count_labels_of_others(token_labels_BS, ids_BS, real_BS)
+        num_other_side = _count_other_side(token_labels_BS, ids_BS, real_BS)
         num_unlabelled = int((real_BS.any(dim=1) & (labels_BS == IGNORED_LABEL).all(dim=1)).sum())
     return TokenTraits(
         rows=rows,
@@ -185,6 +188,7 @@ def read_token_traits(call: CapturedCall, batch: MicroBatch, special_tokens: Spe
         num_unlabelled=num_unlabelled,
         num_of_others=num_of_others,
         num_rows_of_others=num_rows_of_others,
+        num_other_side=num_other_side,
         num_borders=num_borders,
         num_continued=num_continued,
         num_other_restarts=num_other_restarts,
@@ -427,6 +431,33 @@ def _count_labels_of_others(labels_BS: Tensor, ids_BS: Tensor, real_BS: Tensor) 
         is_same_B = (ids_BS[:, counts_S] == labels_BS[row][counts_S]).all(dim=1)
         num_rows += int(counts_S.sum()) >= _MIN_LABELS and bool(is_same_B.any())
     return int(is_other_BS.sum()), num_rows
+
+
+def _count_other_side(labels_BS: Tensor, ids_BS: Tensor, real_BS: Tensor) -> int:
+    """Count the rows whose labels are padded on the other side than their tokens."""
+    num_rows = num_labels = 0
+    for labels_S, ids_S, real_S in zip(labels_BS, ids_BS, real_BS, strict=True):
+        places_L = (labels_S >= 0).nonzero().flatten()
+        num_padding = int((~real_S).sum())
+        if not num_padding or not len(places_L):
+            continue
+        # Rows padded on the left have their tokens behind the labels' places, and those padded on the right before.
+        moved_L = places_L + (num_padding if not bool(real_S[0]) else -num_padding)
+        fits = bool(((moved_L >= 0) & (moved_L < len(ids_S))).all())
+        is_own = torch.equal(labels_S[places_L], ids_S[places_L])
+        if fits and not is_own and torch.equal(labels_S[places_L], ids_S[moved_L]):
+            num_rows, num_labels = num_rows + 1, num_labels + len(places_L)
+    return num_rows if num_labels >= _MIN_LABELS else 0
+
+
+def describe_other_side(traits: Sequence[TokenTraits]) -> str | None:
+    """Say that labels are padded on the other side than their rows' tokens; None where they are not."""
+    if not (number := sum(tokens.num_other_side for tokens in traits)):
+        return None
+    return (
+        f"labels and tokens are padded on different sides: in {pluralise(number, 'row')} the labels are the row's own "
+        "tokens, moved by the length of its padding"
+    )
 
 
 def _find_last_label(labels_S: Tensor, ids_S: Tensor, real_S: Tensor) -> tuple[int, int] | None:

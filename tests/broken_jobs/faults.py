@@ -194,6 +194,19 @@ def labels_everywhere(model: Any) -> None:
     arguments_changed(lambda given: given.update(labels=given["input_ids"]))(model)
 
 
+def labels_on_other_side() -> None:
+    """The tokenizer pads on the left, and whoever makes the labels on the right."""
+    pad = batches._padded
+
+    def changed(setup: Setup, generator: torch.Generator, lengths: list[int], prompts: list[int]) -> dict[str, Tensor]:
+        batch = pad(setup, generator, lengths, prompts)
+        width = max(lengths)
+        labels = [row_S.roll(length - width) for row_S, length in zip(batch["labels"], lengths, strict=True)]
+        return {**batch, "labels": torch.stack(labels)}
+
+    batches._padded = changed
+
+
 def mask_inverted() -> None:
     """The collator calls padding real, and the texts padding."""
     pad = batches._padded

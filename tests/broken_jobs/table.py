@@ -185,6 +185,8 @@ _MASKING = broken_jobs(
      Fault(model=f.without_mask)),
     ("zero3-padding-visible", ZERO3, C.MASK, "the attention mask is ignored, and padding is on the left", LEFT,
      Fault(model=f.without_mask)),
+    ("labels-on-other-side", PLAIN, C.OTHER_TOKENS, "tokens are padded on the left, labels on the right", LEFT,
+     Fault(process=f.labels_on_other_side)),
     ("mask-inverted", PLAIN, C.MASK, "the attention mask is 1 for padding and 0 for tokens", LLAMA,
      Fault(process=f.mask_inverted)),
     ("causal-off-by-one", PLAIN, C.MASK, "each token sees the next", LLAMA, Fault(model=f.visible(f.sees_next_token))),

@@ -5,7 +5,7 @@ from replay.verdict.causes.cause import Cause, CauseName, Sureness
 from replay.verdict.causes.evidence import CauseEvidence, CauseRule, name_time
 from replay.verdict.causes.trial import FORWARD_FINDINGS
 from replay.verdict.recorded_pass import OPTIMIZER_STATE
-from replay.verdict.token_traits import describe_inverted_mask
+from replay.verdict.token_traits import describe_inverted_mask, describe_other_side
 
 
 def find_mask_of_padding(evidence: CauseEvidence) -> Cause | None:
@@ -24,6 +24,22 @@ def find_mask_of_padding(evidence: CauseEvidence) -> Cause | None:
     )
 
 
+def find_labels_of_other_side(evidence: CauseEvidence) -> Cause | None:
+    """Tell that labels are padded on the other side than the tokens that they are of."""
+    first = evidence.first_wrong
+    passes = [compared.recorded for compared in evidence.passes if compared.recorded.trains]
+    text = describe_other_side([recorded.tokens for recorded in passes if recorded.tokens is not None])
+    if first is None or text is None:
+        return None
+    return Cause(
+        name=CauseName.OTHER_TOKENS,
+        sureness=Sureness.IS,
+        sentence=f"{text}, {name_time(first)}",
+        try_next="pad labels on the side on which the tokenizer pads",
+        explains=(*FORWARD_FINDINGS, *GRADIENT_QUANTITIES, OPTIMIZER_STATE, STEPPED),
+    )
+
+
 RULES = (
     CauseRule(
         name=CauseName.MASK,
@@ -31,5 +47,12 @@ RULES = (
         means="the attention mask is 1 for padding and 0 for tokens",
         told_by="the tokens that the mask calls real, which are all of one id, and those that it hides",
         job="mask-inverted",
+    ),
+    CauseRule(
+        name=CauseName.OTHER_TOKENS,
+        find=find_labels_of_other_side,
+        means="labels are padded on the other side than the tokens",
+        told_by="labels that are their row's own tokens, moved by the length of its padding",
+        job="labels-on-other-side",
     ),
 )

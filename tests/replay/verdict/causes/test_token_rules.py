@@ -2,12 +2,14 @@
 
 from dataclasses import replace
 
+import pytest
+
 from replay.tolerances.job_bounds import LOSS
 from replay.verdict.causes.cause import CauseName, Sureness
 from replay.verdict.causes.table import find_causes
-from replay.verdict.causes.token_rules import find_mask_of_padding
+from replay.verdict.causes.token_rules import find_labels_of_other_side, find_mask_of_padding
 from replay.verdict.recorded_pass import RecordedPass
-from tests.replay.lint.recorded import make_pass, make_rows
+from tests.replay.lint.recorded import make_pass, make_rows, say
 from tests.replay.verdict.causes.made_evidence import draw_gradients, make_forward_evidence, make_window
 
 SOUND = draw_gradients()
@@ -29,3 +31,17 @@ def test_a_mask_that_shows_padding_alone_is_inverted() -> None:
     assert (cause.name, cause.sureness) == (CauseName.MASK, Sureness.IS)
     assert "inverted: the 5 tokens that it calls real are all id 0, and the 31 that it hides" in cause.sentence
     assert find_mask_of_padding(sound) is None
+
+
+@pytest.mark.parametrize("left", [True, False])
+def test_labels_that_are_padded_on_the_other_side_are_told_from_those_of_other_tokens(left: bool) -> None:
+    rows, other = make_rows([11, 14, 12, 16], left=left), make_rows([11, 14, 12, 16], left=not left)
+    foreign = make_rows([11, 14, 12, 16], left=left, seed=1)
+    evidence = make_forward_evidence(LOSS)
+    [compared] = make_window([SOUND], SOUND)
+    for labels_BS, says in ((other["labels"], True), (rows["labels"], False), (foreign["labels"], False)):
+        recorded = make_pass({**rows, "labels": labels_BS})
+        cause = find_labels_of_other_side(replace(evidence, passes=[replace(compared, recorded=recorded)]))
+        assert (cause is not None) is says
+        # The longest row has no padding.
+        assert any("in 3 rows the labels are the row's own tokens" in text for text in say([recorded])) is says
