@@ -116,7 +116,7 @@ def select_architecture(config: dict[str, object]) -> dict[str, object]:
 
 def is_in_process_group() -> bool:
     """Tell whether the job has a process group now."""
-    return _HAS_DISTRIBUTED and torch.distributed.group.WORLD is not None
+    return _HAS_DISTRIBUTED and torch.distributed.is_initialized()
 
 
 def read_rank_and_world_size() -> tuple[int, int]:

@@ -585,7 +585,8 @@ class Replayer:
         # Of another forward each loss is another one.
         tokens = next((claim for claim in recorded_pass.claims if claim.name == TOKENS), None)
         pairs = [] if tokens is None else zip(tokens.values, at_recorded_positions, strict=False)
-        most = MAX_TRIED_DIFFERENCE[is_coarse(recorded_pass.dtypes)]
+        # A dtype that is not known may be a coarse one.
+        most = MAX_TRIED_DIFFERENCE[not recorded_pass.dtypes or is_coarse(recorded_pass.dtypes)]
         if any(own is not None and abs(own - job) > most for job, own in pairs):
             return None
         # A claim is a quantity that the job recorded; one with a doubt is not compared.

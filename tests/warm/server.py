@@ -189,8 +189,10 @@ def leave(code: object) -> NoReturn:
         code = 1
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        # As the interpreter's own end does not mind one that is closed.
+        if not stream.closed:
+            stream.flush()
     os._exit(int(code or 0) & 0xFF)
 
 

@@ -17,7 +17,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import capture.record.job_facts
 import capture.record.rank_writer
 import capture.record.recorder
 from capture import CaptureError, capture_files, read_actor_config, read_micro_batch, recording
@@ -129,7 +128,7 @@ def test_the_origin_says_where_and_when(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setenv("RANK", "3")
     monkeypatch.setenv("WORLD_SIZE", "8")
     # Other tests keep a process group open.
-    monkeypatch.setattr(capture.record.job_facts, "_HAS_DISTRIBUTED", False)
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: False)
     model = TinyModel()
     with recording(model, tmp_path):
         train(model, num_steps=3)
