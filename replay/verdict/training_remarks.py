@@ -62,7 +62,10 @@ def describe_weighting(passes: Sequence[PassEvidence]) -> Pairs:
     ran = [member for member in passes if member.recorded is not None and member.record.error is None]
     for window in group_into_windows(ran):
         numbers = [recorded.num_tokens for _, recorded, _ in window if recorded is not None]
+        # A loss of the job's own weights of tokens is a sum that these weights have made already.
+        has_own_weights = any(recorded.has_job_weights_of_tokens for _, recorded, _ in window if recorded is not None)
         has_equal = len(window) > 1 and all(record.result.weight == 1 for record, _, _ in window)
+        has_equal &= not has_own_weights
         is_whole = window[-1].record.result.grad_norm is not None
         if is_whole and has_equal and min(numbers) and max(numbers) / min(numbers) > 1 + UNEQUAL_NUMBERS:
             times = max(numbers) / min(numbers)

@@ -88,6 +88,14 @@ def test_a_window_of_two_ranks_is_weighed_whole() -> None:
         if member.recorded is not None
     ]
     assert describe_weighting(nearly) == []
+    # A loss by the weights that the job gave its tokens has weighed them already.
+    weighted = [
+        each._replace(
+            recorded=None if each.recorded is None else replace(each.recorded, has_job_weights_of_tokens=True)
+        )
+        for each in passes
+    ]
+    assert describe_weighting(weighted) == []
 
 
 @pytest.mark.parametrize(
