@@ -22,26 +22,16 @@ MAX_LOG_RATIO = 20.0
 
 def compute_policy_loss(inputs: ObjectiveInputs, spec: ObjectiveSpec) -> Tensor:
     """Compute the loss of one pass. Raises ObjectiveError where the capture lacks what `spec` needs."""
-    old_BA, advantages_BA = read_samples(inputs, spec)
-    loss_BA = compute_clipped_loss(inputs.log_probs_BA, old_BA, advantages_BA, spec)
-    return reduce_loss(loss_BA + compute_further_terms(inputs, spec), inputs, spec)
-
-
-def read_samples(inputs: ObjectiveInputs, spec: ObjectiveSpec) -> tuple[Tensor, Tensor]:
-    """Return the tokens' old log-probs and advantages, [B, A] each."""
-    old_BA = inputs.log_probs_BA.detach() if spec.on_policy else inputs.of_tokens(*OLD_LOG_PROBS)
-    return old_BA, inputs.of_tokens(*ADVANTAGES)
-
-
-def compute_further_terms(inputs: ObjectiveInputs, spec: ObjectiveSpec) -> Tensor | float:
-    """Compute what is added to the tokens' clipped losses: the divergence to the reference, less the entropy."""
-    terms: Tensor | float = 0.0
+    log_probs_BA = inputs.log_probs_BA
+    advantages_BA = inputs.of_tokens(*ADVANTAGES)
+    old_BA = log_probs_BA.detach() if spec.on_policy else inputs.of_tokens(*OLD_LOG_PROBS)
+    loss_BA = compute_clipped_loss(log_probs_BA, old_BA, advantages_BA, spec)
     if spec.kl_coefficient:
         reference_BA = inputs.of_tokens(*REF_LOG_PROBS)
-        terms = terms + spec.kl_coefficient * estimate_divergence(inputs.log_probs_BA, reference_BA, spec.kl)
+        loss_BA = loss_BA + spec.kl_coefficient * estimate_divergence(log_probs_BA, reference_BA, spec.kl)
     if spec.entropy_coefficient:
-        terms = terms - spec.entropy_coefficient * inputs.entropies()
-    return terms
+        loss_BA = loss_BA - spec.entropy_coefficient * inputs.entropies()
+    return reduce_loss(loss_BA, inputs, spec)
 
 
 def compute_clipped_loss(log_probs_BA: Tensor, old_BA: Tensor, advantages_BA: Tensor, spec: ObjectiveSpec) -> Tensor:

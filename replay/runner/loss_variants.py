@@ -18,7 +18,8 @@ from replay.objective.inputs import ObjectiveError, ObjectiveInputs
 from replay.objective.objective import Objective
 from replay.options.declarations.dpo import DPO
 from replay.options.declarations.policy import POLICY
-from replay.runner.trial_objectives import PolicyCase, list_policy_trials, measure_distance, place_gradients
+from replay.runner.trial_logits import measure_distance
+from replay.runner.trial_objectives import PolicyCase, differentiate_targets, list_policy_trials, place_gradients
 from replay.verdict.tried_losses import TriedLoss, TriedLosses
 
 # A pass whose loss is nearer to the job's than this, relatively, and whose gradient is nearer, is the objective's.
@@ -40,8 +41,6 @@ def try_losses(
         return None
     inputs = make_inputs(log_probs_BA.detach().double().requires_grad_())
     gradient_BA = place_gradients(inputs)
-    if gradient_BA is not None and not bool(gradient_BA.isfinite().all() & (gradient_BA != 0).any()):
-        gradient_BA = None
     with torch.enable_grad():
         loss = objective.formula.loss(inputs, objective.spec)
         own = TriedLoss(
@@ -91,8 +90,4 @@ def _try_pairs(
 def _measure_gradient(loss: Tensor, inputs: ObjectiveInputs, gradient_BA: Tensor | None) -> float | None:
     if gradient_BA is None:
         return None
-    log_probs_BA = inputs.log_probs_BA
-    (weight_BA,) = torch.autograd.grad(loss, log_probs_BA, retain_graph=True)
-    # A logit's derivative by its own token's log-prob.
-    own_BA = weight_BA * (1 - log_probs_BA.detach().exp())
-    return measure_distance(gradient_BA, torch.where(inputs.action_mask_BA, own_BA, 0.0))
+    return measure_distance(gradient_BA, differentiate_targets(loss, inputs))

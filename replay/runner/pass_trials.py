@@ -42,8 +42,21 @@ from replay.runner.trial_feeds import (
 )
 from replay.runner.trial_findings import TrialEvaluator
 from replay.runner.trial_forward import TrialActor, make_trial_spec
-from replay.runner.trial_logits import MAX_COARSE_RESIDUAL, MAX_POSITIONS, TargetLogits, are_rounded, match_logit_trials
-from replay.runner.trial_losses import MEND_LOSS, LogitStatistics, LossTables, TargetRows, list_loss_trials
+from replay.runner.trial_logits import (
+    MAX_COARSE_RESIDUAL,
+    TargetLogits,
+    are_rounded,
+    choose_positions,
+    match_logit_trials,
+)
+from replay.runner.trial_losses import (
+    MEND_LOSS,
+    LogitStatistics,
+    LossTables,
+    TargetRows,
+    is_same_loss,
+    list_loss_trials,
+)
 from replay.runner.trial_objectives import PolicyCase, fit_temperature, list_policy_trials
 from replay.runner.trial_ranks import OwnTrial, TrialForward, TrialVariant, join_ranks
 from replay.tolerances.difference import is_coarse
@@ -68,8 +81,6 @@ from replay.verdict.tried_losses import TriedLoss
 MAX_FORWARDS = 48
 # Relative: how far the gradient of a policy's loss may be from the job's; the replay's own has to be so much farther.
 MAX_POLICY_RESIDUAL, MIN_POLICY_GAIN = 1e-3, 10.0
-# Relative: two losses that are no further apart are the same one.
-SAME_LOSS = 1e-12
 # The dtype that a trial may coarsen numbers to, as torch names it.
 COARSER_DTYPE = "bfloat16"
 # Where a number is off by more than this many times the bound of a coarser dtype, none is tried.
@@ -276,8 +287,7 @@ class PassTrials:
         return self._join(own, is_wrong=targets is not None)
 
     def _match_logits(self, logits: TargetLogits) -> dict[str, OwnTrial]:
-        recorded = self.own_pass.recorded
-        is_rounded = recorded is not None and is_coarse(list_dtypes(recorded, self.settings))
+        is_rounded = bool(self._dtypes) and is_coarse(self._dtypes)
         positions = pluralise(len(logits.target_N), "position")
         own = {
             trial.name: OwnTrial(
@@ -307,9 +317,7 @@ class PassTrials:
         """
         notes = self.call.notes
         target_BS, gradient_BS = notes.get(LOSS_TARGETS), notes.get(LOSS_GRADIENTS)
-        recorded = self.own_pass.recorded
-        dtypes = [] if recorded is None else list_dtypes(recorded, self.settings)
-        if target_BS is None or gradient_BS is None or is_of_log_probs(self.call, dtypes):
+        if target_BS is None or gradient_BS is None or is_of_log_probs(self.call, self._dtypes):
             return None
         if is_objective(self.repeater.spec.measure.loss):
             return None
@@ -317,9 +325,8 @@ class PassTrials:
         gradient_N = gradient_BS.flatten()[place_N].double()
         if not len(place_N) or not bool(gradient_N.isfinite().all()):
             return None
-        chosen_N = torch.linspace(0, len(place_N) - 1, min(len(place_N), MAX_POSITIONS)).long()
-        place_N = place_N[chosen_N]
-        return place_N, target_BS.flatten()[place_N].long(), gradient_N[chosen_N]
+        place_N = choose_positions(place_N)
+        return place_N, target_BS.flatten()[place_N].long(), gradient_BS.flatten()[place_N].double()
 
     def _try_losses(self, actor: TrialActor, log_probs_BA: Tensor) -> list[TrialResult]:
         """Try other losses of the same log-probs. All ranks must call this."""
@@ -341,7 +348,7 @@ class PassTrials:
         own: dict[str, OwnTrial] = {}
         losses: list[float] = []
         for trial in list_loss_trials(tables):
-            if any(abs(trial.loss - loss) <= SAME_LOSS * abs(loss) for loss in losses):
+            if any(is_same_loss(trial.loss, loss) for loss in losses):
                 continue
             losses.append(trial.loss)
             own[trial.name] = OwnTrial(
@@ -351,6 +358,12 @@ class PassTrials:
                 try_next=trial.try_next,
             )
         return self._join(own)
+
+    @property
+    def _dtypes(self) -> Sequence[str]:
+        """The dtypes in which the job and the replay computed the pass; none where nothing was recorded of it."""
+        recorded = self.own_pass.recorded
+        return [] if recorded is None else list_dtypes(recorded, self.settings)
 
     @property
     def _is_policy(self) -> bool:
@@ -366,10 +379,8 @@ class PassTrials:
 
         Losses of log-probs alone were tried in the pass itself (loss_variants.py).
         """
-        recorded = self.own_pass.recorded
-        dtypes = [] if recorded is None else list_dtypes(recorded, self.settings)
         data = ObjectiveData.collect(self.call, self.batch)
-        is_known = is_of_log_probs(self.call, dtypes)
+        is_known = is_of_log_probs(self.call, self._dtypes)
         if all(self._gather(is_known)):
             return []
         entropy_BA = actor.measure_entropies()
@@ -381,7 +392,7 @@ class PassTrials:
             cases.append((f"divides its logits by {temperatures[0]:g}", self._make_case(divided_BA, data, None)))
         own: dict[str, OwnTrial] = {}
         num_changes: dict[str, int] = {}
-        bound = MAX_COARSE_RESIDUAL if is_coarse(dtypes) else MAX_POLICY_RESIDUAL
+        bound = MAX_COARSE_RESIDUAL if is_coarse(self._dtypes) else MAX_POLICY_RESIDUAL
         for words, case in cases:
             for trial in list_policy_trials(case) if not words else [case.make_plain_trial(words)]:
                 num_changes[trial.name] = trial.num_changes

@@ -23,12 +23,29 @@ MAX_POSITIONS = 64
 MAX_RESIDUAL, MAX_COARSE_RESIDUAL = 1e-4, 0.02
 # So many times nearer than a mean of cross entropies it has to be.
 LEAST_GAIN = 10.0
-SMALL = 1e-12
+SMALL, TINY = 1e-12, 1e-30
 # Losses that are nearly as near as the nearest are not told from it, nor what is as near as fp32 can tell.
 RIVAL_FACTOR, NEAREST_RESIDUAL = 3.0, 3e-8
 # Numbers that are searched for lie between these.
 TEMPERATURES, CAPS = (0.05, 20.0), (0.5, 200.0)
 NUM_GRID, NUM_REFINEMENTS = 96, 40
+
+
+def measure_distance(job: Tensor, own: Tensor, *, least: float = 0.0) -> float:
+    """Measure how far a gradient is from the nearest positive multiple of the replay's, as a share of the job's.
+
+    A loss that goes down where the job's goes up is another one.
+
+    least  a gradient of the replay whose square is no more than this, or is not finite, is taken for 0
+    """
+    square = float(own.square().sum())
+    factor = max(float((job * own).sum()) / square, 0.0) if least < square < math.inf else 0.0
+    return float((job - factor * own).norm() / job.norm().clamp(min=least or TINY))
+
+
+def choose_positions(place_N: Tensor) -> Tensor:
+    """Choose MAX_POSITIONS of these places at most, evenly spaced."""
+    return place_N[torch.linspace(0, len(place_N) - 1, min(len(place_N), MAX_POSITIONS)).long()]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,11 +67,7 @@ class TargetLogits:
 
     def measure_residual(self, gradient_N: Tensor) -> float:
         """Measure how far the job's gradient is from the nearest multiple of this one, relatively to its length."""
-        length = float(gradient_N.square().sum())
-        factor = float(self.gradient_N @ gradient_N) / length if length > SMALL and math.isfinite(length) else 0.0
-        # A loss that goes down where the job's goes up is another one.
-        rest_N = self.gradient_N - max(factor, 0.0) * gradient_N
-        return float(rest_N.norm() / self.gradient_N.norm().clamp(min=SMALL))
+        return measure_distance(self.gradient_N, gradient_N, least=SMALL)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

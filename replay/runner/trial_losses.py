@@ -15,6 +15,13 @@ from capture.file_format.micro_batch import IGNORED_LABEL, MicroBatch, move_to_t
 from replay.output.text import pluralise
 from replay.verdict.causes.cause import CauseName
 
+# Relative: two losses that are no further apart are the same one.
+SAME_LOSS = 1e-12
+
+
+def is_same_loss(value: float, other: float) -> bool:
+    return abs(value - other) <= SAME_LOSS * abs(other)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TargetRows:

@@ -18,13 +18,12 @@ from replay.objective.inputs import ObjectiveInputs
 from replay.objective.policy import compute_clipped_loss, estimate_divergence, reduce_loss
 from replay.options.declarations.tensor_names import ADVANTAGES, OLD_LOG_PROBS, REF_LOG_PROBS
 from replay.options.spec import KlEstimator, ObjectiveSpec, Reduction
-from replay.runner.trial_logits import MAX_POSITIONS, TargetLogits, search_number
+from replay.runner.trial_logits import TargetLogits, choose_positions, measure_distance, search_number
+from replay.runner.trial_losses import is_same_loss
 from replay.verdict.causes.trial_rules import MANY_VALUES
 from replay.verdict.tried_losses import TriedLoss
 
 NEVER_CLIPPED = 1e9
-# Relative: two losses that are no further apart are the same one.
-SAME_LOSS = 1e-12
 # Two changes are tried where their loss comes so near to the job's, relatively or absolutely.
 NEAR_LOSS = 1e-2
 # A policy's temperature lies between these.
@@ -123,7 +122,7 @@ class PolicyCase:
         place_N = ((self.gradient_BA != 0) & self.inputs.action_mask_BA).flatten().nonzero()[:, 0]
         if len(place_N) < MANY_VALUES:
             return None
-        return place_N[torch.linspace(0, len(place_N) - 1, min(len(place_N), MAX_POSITIONS)).long()]
+        return choose_positions(place_N)
 
     def make_plain_trial(self, words: str) -> TriedLoss:
         """Make the trial of the replay's own settings of these log-probs, which are a trial's already."""
@@ -185,35 +184,34 @@ class PolicyCase:
         """Measure how far the gradient of the targets' logits is from the job's, relatively and up to a factor."""
         if self.gradient_BA is None:
             return None
-        log_probs_BA = self.inputs.log_probs_BA
-        (weight_BA,) = torch.autograd.grad(loss, log_probs_BA, retain_graph=True)
-        chance_BA = log_probs_BA.detach().exp()
-        own_BA = weight_BA * (1 - chance_BA)
+        own_BA = differentiate_targets(loss, self.inputs)
         if entropy_weight and self.entropy_BA is not None and form is not None:
+            log_probs_BA = self.inputs.log_probs_BA.detach()
             ones_BA = torch.ones_like(log_probs_BA).requires_grad_()
             (share_BA,) = torch.autograd.grad(self._reduce(ones_BA, form), ones_BA)
-            slope_BA = -chance_BA * (log_probs_BA.detach() + self.entropy_BA)
-            own_BA = own_BA - entropy_weight * share_BA * slope_BA
-        mask_BA = self.inputs.action_mask_BA
-        return measure_distance(self.gradient_BA, torch.where(mask_BA, own_BA, 0.0))
+            slope_BA = -log_probs_BA.exp() * (log_probs_BA + self.entropy_BA)
+            own_BA = own_BA - torch.where(self.inputs.action_mask_BA, entropy_weight * share_BA * slope_BA, 0.0)
+        return measure_distance(self.gradient_BA, own_BA)
 
 
-def measure_distance(job_BA: Tensor, own_BA: Tensor) -> float:
-    """Measure how far a gradient is from the nearest positive multiple of the replay's, as a share of the job's."""
-    length = float(own_BA.square().sum())
-    factor = max(float((job_BA * own_BA).sum()) / length, 0.0) if length > 0 else 0.0
-    return float((job_BA - factor * own_BA).norm() / job_BA.norm().clamp(min=1e-30))
+def differentiate_targets(loss: Tensor, inputs: ObjectiveInputs) -> Tensor:
+    """Differentiate a loss of log-probs by the logits of the tokens that these are of, [B, A]."""
+    (weight_BA,) = torch.autograd.grad(loss, inputs.log_probs_BA, retain_graph=True)
+    # Each log-prob has the derivative 1 - p by its own token's logit.
+    own_BA = weight_BA * (1 - inputs.log_probs_BA.detach().exp())
+    return torch.where(inputs.action_mask_BA, own_BA, 0.0)
 
 
 def place_gradients(inputs: ObjectiveInputs) -> Tensor | None:
-    """Place the recorded gradients [B, A] at the tokens that they predict; None if there are none."""
+    """Place the recorded gradients [B, A] at the tokens that they predict; None if none tells anything."""
     gradient_BS, target_BS = inputs.find(LOSS_GRADIENTS), inputs.find(LOSS_TARGETS)
     num_actions = inputs.log_probs_BA.shape[1]
     if gradient_BS is None or target_BS is None or num_actions >= gradient_BS.shape[1]:
         return None
     gradient_BA = gradient_BS[:, -num_actions - 1 : -1].to(inputs.log_probs_BA.dtype)
     # What the loss is of besides is another matter than its formula.
-    return torch.where(inputs.action_mask_BA, gradient_BA, 0.0)
+    gradient_BA = torch.where(inputs.action_mask_BA, gradient_BA, 0.0)
+    return gradient_BA if bool(gradient_BA.isfinite().all() & (gradient_BA != 0).any()) else None
 
 
 def list_policy_trials(case: PolicyCase) -> Iterator[TriedLoss]:
@@ -222,7 +220,7 @@ def list_policy_trials(case: PolicyCase) -> Iterator[TriedLoss]:
     own_value = float(case.compute(plain).detach())
     # A change that this pass does not show is left out.
     changes = [
-        change for change in _list_changes(case) if not _is_same(_compute_value(case, plain, (change,)), own_value)
+        change for change in _list_changes(case) if not is_same_loss(_compute_value(case, plain, (change,)), own_value)
     ]
     pairs = [
         (first, second)
@@ -235,7 +233,7 @@ def list_policy_trials(case: PolicyCase) -> Iterator[TriedLoss]:
         loss = case.compute(_apply(plain, chosen))
         value = float(loss.detach())
         is_pair = len(chosen) > 1
-        if is_pair and (any(_is_same(value, other) for other in seen) or not _is_near(value, case.job_loss)):
+        if is_pair and (any(is_same_loss(value, other) for other in seen) or not _is_near(value, case.job_loss)):
             continue
         seen.append(value)
         yield _make_trial(chosen, value, case.measure_residual(loss))
@@ -251,10 +249,6 @@ def _apply(form: PolicyForm, chosen: Sequence[PolicyChange]) -> PolicyForm:
 
 def _compute_value(case: PolicyCase, form: PolicyForm, chosen: Sequence[PolicyChange]) -> float:
     return float(case.compute(_apply(form, chosen)).detach())
-
-
-def _is_same(value: float, other: float) -> bool:
-    return abs(value - other) <= SAME_LOSS * abs(other)
 
 
 def _is_near(value: float, job_loss: float) -> bool:

@@ -34,8 +34,7 @@ def find_pass_to_try(verdict: Verdict, passes: Sequence[PassEvidence], *, steps:
     wrong = [
         judged
         for judged in [*verdict.passes, *verdict.windows]
-        if judged.outcome in (Outcome.DIFFERS, Outcome.UNSETTLED)
-        and any(finding.is_wrong for finding in judged.findings)
+        if judged.outcome in _WRONG and any(finding.is_wrong for finding in judged.findings)
     ]
     first = min(wrong, key=lambda judged: (judged.index, judged.is_window), default=None)
     if first is None or first.is_window:
@@ -77,8 +76,7 @@ def find_passes_to_confirm(
     wrong = {
         judged.index
         for judged in verdict.passes
-        if judged.outcome in (Outcome.DIFFERS, Outcome.UNSETTLED)
-        and any(finding.is_wrong and finding.name == LOSS for finding in judged.findings)
+        if judged.outcome in _WRONG and any(finding.is_wrong and finding.name == LOSS for finding in judged.findings)
     }
     # A pass whose number is below that of the first step's last pass ran before the step.
     first_step = min((record.index for record, _, _ in passes if record.result.grad_norm is not None), default=None)

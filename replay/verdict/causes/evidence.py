@@ -45,6 +45,11 @@ class CauseEvidence:
         """Find the first finding of one of these names that differs or is unsettled."""
         return next(((verdict, finding) for verdict, finding in self.wrong if finding.name in names), None)
 
+    def find_pass(self, verdict: PassVerdict) -> ComparedPass | None:
+        """Find the pass that this verdict is on; None where it is on a window's gradient."""
+        place = verdict.index, verdict.rank
+        return next((compared for compared in self.passes if compared.place == place and not verdict.is_window), None)
+
     def find_window(self, verdict: PassVerdict) -> Sequence[ComparedPass] | None:
         """Find the passes of the window whose gradient this verdict is on."""
         return next((window for window in self.windows if window[-1].record.index == verdict.index), None)

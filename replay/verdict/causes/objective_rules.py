@@ -108,14 +108,7 @@ def _measure_loss_distance(compared: ComparedPass, tried: TriedLoss) -> tuple[fl
 def find_loss_outside_mask(evidence: CauseEvidence) -> Cause | None:
     """Tell that the job's loss is also of tokens that the mask of its objective leaves out."""
     first = evidence.first_wrong
-    wrong = next(
-        (
-            compared
-            for compared in evidence.passes
-            if first is not None and compared.place == (first.index, first.rank) and not first.is_window
-        ),
-        None,
-    )
+    wrong = None if first is None else evidence.find_pass(first)
     traits = None if wrong is None else wrong.recorded.tokens
     if first is None or wrong is None or traits is None or not traits.num_outside_mask:
         return None

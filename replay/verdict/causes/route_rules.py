@@ -51,14 +51,11 @@ def find_other_router_loss(evidence: CauseEvidence) -> Cause | None:
         )
     if {wrong.name for other, wrong in evidence.wrong if other is verdict} != {LOSS} or finding.replayed is None:
         return None
-    terms = [
-        compared.record.routes.router_loss
-        for compared in evidence.passes
-        if (compared.record.index, compared.record.rank) == (verdict.index, verdict.rank)
-    ]
-    if not terms or not terms[0]:
+    compared = evidence.find_pass(verdict)
+    term = None if compared is None else compared.record.routes.router_loss
+    if not term:
         return None
-    factor = (finding.recorded - finding.replayed + terms[0]) / terms[0]
+    factor = (finding.recorded - finding.replayed + term) / term
     return Cause(
         name=CauseName.ROUTER_LOSS,
         sureness=Sureness.PROBABLY,

@@ -1,18 +1,15 @@
 """Tell that the tokens which a job fed are not what they were meant to be."""
 
-from replay.tolerances.job_bounds import GRADIENT_QUANTITIES, STEPPED
 from replay.verdict.causes.cause import Cause, CauseName, Sureness
 from replay.verdict.causes.evidence import CauseEvidence, CauseRule, name_time
-from replay.verdict.causes.trial import FORWARD_FINDINGS
-from replay.verdict.recorded_pass import OPTIMIZER_STATE
-from replay.verdict.token_traits import describe_inverted_mask, describe_other_side
+from replay.verdict.causes.trial_rules import EXPLAINED
+from replay.verdict.token_traits import TokenTraits, describe_inverted_mask, describe_other_side
 
 
 def find_mask_of_padding(evidence: CauseEvidence) -> Cause | None:
     """Tell that the attention mask hides the texts and shows the padding, so that the loss here is of no token."""
     first = evidence.first_wrong
-    passes = [compared.recorded for compared in evidence.passes if compared.recorded.trains]
-    text = describe_inverted_mask([recorded.tokens for recorded in passes if recorded.tokens is not None])
+    text = describe_inverted_mask(_list_token_traits(evidence))
     if first is None or not evidence.is_forward_wrong or text is None:
         return None
     return Cause(
@@ -20,15 +17,14 @@ def find_mask_of_padding(evidence: CauseEvidence) -> Cause | None:
         sureness=Sureness.IS,
         sentence=f"{text}, {name_time(first)}",
         try_next="an attention mask of 1 for tokens and 0 for padding",
-        explains=(*FORWARD_FINDINGS, *GRADIENT_QUANTITIES, OPTIMIZER_STATE, STEPPED),
+        explains=EXPLAINED,
     )
 
 
 def find_labels_of_other_side(evidence: CauseEvidence) -> Cause | None:
     """Tell that labels are padded on the other side than the tokens that they are of."""
     first = evidence.first_wrong
-    passes = [compared.recorded for compared in evidence.passes if compared.recorded.trains]
-    text = describe_other_side([recorded.tokens for recorded in passes if recorded.tokens is not None])
+    text = describe_other_side(_list_token_traits(evidence))
     if first is None or text is None:
         return None
     return Cause(
@@ -36,8 +32,14 @@ def find_labels_of_other_side(evidence: CauseEvidence) -> Cause | None:
         sureness=Sureness.IS,
         sentence=f"{text}, {name_time(first)}",
         try_next="pad labels on the side on which the tokenizer pads",
-        explains=(*FORWARD_FINDINGS, *GRADIENT_QUANTITIES, OPTIMIZER_STATE, STEPPED),
+        explains=EXPLAINED,
     )
+
+
+def _list_token_traits(evidence: CauseEvidence) -> list[TokenTraits]:
+    """List the tokens of the passes that train."""
+    passes = (compared.recorded for compared in evidence.passes if compared.recorded.trains)
+    return [recorded.tokens for recorded in passes if recorded.tokens is not None]
 
 
 RULES = (
