@@ -100,7 +100,9 @@ def _list_dpo_formulas(spec: ObjectiveSpec) -> Iterator[LossVariant]:
     yield vary("has the reference of the chosen and of the rejected sequences swapped", read=swap)
     yield vary("has the reference of the pairs in the reverse order", read=reverse)
     yield vary("is a hinge loss, not the sigmoid's", lambda margins: torch.relu(1 - margins))
-    yield vary(
-        "is that of IPO, not the sigmoid's",
-        lambda margins: (margins / spec.dpo_beta - 1 / (2 * spec.dpo_beta)) ** 2,
-    )
+    # IPO divides by beta, which may be typed as 0.
+    if spec.dpo_beta:
+        yield vary(
+            "is that of IPO, not the sigmoid's",
+            lambda margins: (margins / spec.dpo_beta - 1 / (2 * spec.dpo_beta)) ** 2,
+        )

@@ -183,6 +183,12 @@ def test_another_forward_is_no_other_loss() -> None:
     assert find_cause(tried, wrong=TOKENS) is None
 
 
+def test_other_betas_are_tried_where_beta_is_0() -> None:
+    cause = find_cause(try_against(lambda inputs: compute_pairs(inputs, 0.5), open_objective(**DPO, dpo_beta="0")))
+    assert cause is not None
+    assert "has a beta of 0.5, not 0" in cause.sentence
+
+
 def test_each_loss_of_pairs_is_another_one() -> None:
     objective = open_objective(**DPO)
     for variant in list_dpo_variants(objective.spec):
