@@ -138,6 +138,7 @@ class OptimizerStep:
                       Where an optimizer has several groups, `parameters` has the numbers of the group's parameters
                       among the model's, as `0-8,11`
     num_schedule_steps  how often one of torch's schedules set its learning rate since its step before
+    schedule_count    the steps that this schedule had counted by then, those before the recording too
     has_state         False: it was this optimizer's first step, so its moments began at 0
     state             samples of what the optimizer held before the step: moments, momentum
     state_steps       the steps that it had counted by then: different numbers where parameters have counts of their own
@@ -160,6 +161,7 @@ class OptimizerStep:
     optimizer: str | None = None
     settings: Sequence[Mapping[str, Any]] = field(default_factory=tuple)
     num_schedule_steps: int = 0
+    schedule_count: int | None = None
     has_state: bool | None = None
     library: str | None = None
     state: Sequence[StateSample] = ()
@@ -213,7 +215,7 @@ class OptimizerStep:
             and type(self.is_part_of_norm) is type(self.is_unclipped) is bool
             and type(self.clips_early) is type(self.clips_otherwise) is bool
             and all(name is None or type(name) is str for name in (self.optimizer, self.library))
-            and (self.num_clipped is None or type(self.num_clipped) is int)
+            and all(number is None or type(number) is int for number in (self.num_clipped, self.schedule_count))
             and (self.has_state is None or type(self.has_state) is bool)
             and all(isinstance(group, dict) for group in self.settings)
         )
@@ -260,6 +262,7 @@ def merge_steps(first: OptimizerStep, second: OptimizerStep) -> OptimizerStep:
         optimizer=", ".join(name for name in names if name is not None) or None,
         settings=merge_equal_settings(settings),
         num_schedule_steps=max(first.num_schedule_steps, second.num_schedule_steps),
+        schedule_count=second.schedule_count if first.schedule_count is None else first.schedule_count,
         has_state=None if None in states else any(states),
         state=merge_state_samples(first.state, second.state),
         state_steps=tuple(sorted({*first.state_steps, *second.state_steps})),

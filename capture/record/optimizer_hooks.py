@@ -27,7 +27,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import ChainedScheduler, LRScheduler, SequentialLR
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.overrides import TorchFunctionMode
 
@@ -55,8 +55,12 @@ class OptimizerCallbacks(Protocol):
     def after_step(self) -> None:
         """An optimizer has stepped."""
 
-    def after_schedule_step(self, optimizer: Any) -> None:
-        """A schedule has set the learning rate of this optimizer anew."""
+    def after_schedule_step(self, optimizer: Any, count: int | None, *, is_of_job: bool) -> None:
+        """A schedule has set the learning rate of this optimizer anew.
+
+        count      the steps that it has counted, as its last one; None: it counts none
+        is_of_job  False: a library took the step besides the one that the job's loop takes
+        """
 
     def after_scaled_step(self, optimizer: Optimizer) -> None:
         """A GradScaler has let the optimizer step, or has left the step out."""
@@ -377,16 +381,24 @@ def _wrap_clip_by_value(original: Callable[..., Any]) -> Callable[..., Any]:
 def _wrap_schedule_step(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap the method that steps a schedule. Its constructor calls it once, which is no step of the job.
 
-    Accelerate's AcceleratedScheduler steps a schedule once for each rank, on purpose, so that is not counted.
+    Accelerate's AcceleratedScheduler steps a schedule once for each rank, on purpose, so that is no step of the job. A
+    schedule that is made of others steps them: SequentialLR one of them, which may have counted fewer steps than it,
+    and ChainedScheduler all of them.
     """
 
     @functools.wraps(original)
     def step(schedule: Any, *args: Any, **kwargs: Any) -> Any:
         result = original(schedule, *args, **kwargs)
-        caller = str(sys._getframe(1).f_globals.get("__name__"))
-        if getattr(schedule, "_step_count", 0) > 1 and caller != "accelerate.scheduler":
+        caller = sys._getframe(1)
+        outer = caller.f_locals.get("self")
+        is_followed = isinstance(outer, ChainedScheduler) and outer._schedulers[-1] is not schedule
+        if getattr(schedule, "_step_count", 0) > 1 and not is_followed:
+            count = getattr(outer if isinstance(outer, SequentialLR) else schedule, "last_epoch", None)
+            is_of_job = caller.f_globals.get("__name__") != "accelerate.scheduler"
             for callbacks in _find_active_callbacks():
-                callbacks.after_schedule_step(schedule.optimizer)
+                callbacks.after_schedule_step(
+                    schedule.optimizer, count if type(count) is int else None, is_of_job=is_of_job
+                )
         return result
 
     return step

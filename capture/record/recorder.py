@@ -364,8 +364,8 @@ class Recorder:
     def before_clipping(self, parameters: Sequence[torch.Tensor], max_norm: Any, norm: Any) -> None:
         self._update_window(lambda window: window.begin_clipping(parameters, max_norm, norm))
 
-    def after_schedule_step(self, optimizer: Any) -> None:
-        self._update_window(lambda window: window.add_schedule_step(optimizer))
+    def after_schedule_step(self, optimizer: Any, count: int | None, *, is_of_job: bool) -> None:
+        self._update_window(lambda window: window.add_schedule_step(optimizer, count, is_of_job=is_of_job))
 
     def after_clipping(self, norm: Any) -> None:
         self._update_window(lambda window: window.add_clipped_norm(norm))

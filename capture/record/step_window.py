@@ -134,6 +134,8 @@ class StepWindow:
         self._members = weakref.WeakKeyDictionary()
         # How often a schedule set the rate of an optimizer since that stepped.
         self._schedule_steps: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        # The steps that the schedule of an optimizer has counted.
+        self._schedule_counts: weakref.WeakKeyDictionary[Any, int | None] = weakref.WeakKeyDictionary()
         self._num_skipped = 0
         self._begin_window()
 
@@ -246,9 +248,11 @@ class StepWindow:
             self._has_late_clipping = True
             self.num_late_clippings += 1
 
-    def add_schedule_step(self, optimizer: Any) -> None:
-        """Note that a schedule has set the learning rate of this optimizer."""
-        self._schedule_steps[optimizer] = self._schedule_steps.get(optimizer, 0) + 1
+    def add_schedule_step(self, optimizer: Any, count: int | None, *, is_of_job: bool) -> None:
+        """Note that a schedule has set the learning rate of this optimizer, and has counted so many steps."""
+        self._schedule_counts[optimizer] = count
+        if is_of_job:
+            self._schedule_steps[optimizer] = self._schedule_steps.get(optimizer, 0) + 1
 
     def add_clipped_norm(self, norm: Any) -> None:
         """Add the norm of the latest clipping, if it was not known before the clipping."""
@@ -324,6 +328,7 @@ class StepWindow:
             library=name_library(optimizer),
             settings=settings,
             num_schedule_steps=self._schedule_steps.pop(optimizer, 0),
+            schedule_count=self._schedule_counts.get(optimizer),
             has_state=has_engine_stepped(self._sampler.model),
         )
         state = self._state_sampler.sample(optimizer, engine_gradients)
@@ -387,6 +392,7 @@ class StepWindow:
             library=name_library(optimizer),
             settings=settings,
             num_schedule_steps=self._schedule_steps.pop(optimizer, 0),
+            schedule_count=self._schedule_counts.get(optimizer),
             has_state=bool(optimizer.state),
         )
         return _copy_part(step, gradients, signatures, self._state_sampler.sample(optimizer), tensors)

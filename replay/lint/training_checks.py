@@ -3,6 +3,7 @@
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 
 import torch
 
@@ -16,6 +17,7 @@ from replay.tolerances.difference import relative_difference
 from replay.tolerances.job_bounds import TOKENS
 from replay.verdict.causes.cause import CauseName
 from replay.verdict.cleared_passes import find_cleared_passes
+from replay.verdict.optimizer_facts import keeps_state, read_step_count
 from replay.verdict.recorded_pass import RecordedPass
 from replay.verdict.step_remarks import list_step_remarks
 from replay.verdict.training_remarks import LABEL, SAME_ON_RANKS
@@ -35,6 +37,8 @@ _MIN_MOMENTS = 4
 _MIN_SUMS = 16
 # Fewer steps show no schedule.
 _MIN_RATES = 3
+# By how many steps a schedule may be ahead of its optimizer.
+_MAX_STEPS_AHEAD, _MAX_STEPS_AHEAD_OF_FP16 = 2, 32
 # What torch.optim.AdamW has where nothing is given.
 _ADAMW_DECAY = 0.01
 
@@ -54,6 +58,7 @@ def check_training(subject: LintSubject) -> Iterator[LintRemark]:
     yield from _check_norms(subject)
     yield from _check_schedule(subject)
     yield from _check_begin_of_schedule(subject)
+    yield from _check_state_behind_schedule(subject)
     yield from _check_settings(subject)
     yield from _check_clipping(subject)
     yield from _check_missing_gradients(subject)
@@ -217,6 +222,38 @@ def _check_begin_of_schedule(subject: LintSubject) -> Iterator[LintRemark]:
             text=f"it begins anew ({rates[0]:g} at the first step here, {of_state} of {pluralise(count, 'step')}): was "
             "the schedule restored?",
             weight=Weight.SETTING,
+        )
+
+
+def _check_state_behind_schedule(subject: LintSubject) -> Iterator[LintRemark]:
+    """Say so where the schedule has counted more steps than the optimizer: a restart restored the one alone.
+
+    A schedule may be stepped several times a step, such as once for each rank, but as often each time. It may be ahead
+    by a step that the loop takes before the optimizer's first, and by steps that an overflow of fp16 left out.
+    """
+    by_number = {step.number: step for step in _list_steps(subject)}
+    steps = [by_number[number] for number in sorted(by_number)]
+    first = steps[0] if steps else None
+    counted = None if first is None or not keeps_state(first) else read_step_count(first)
+    counts = [(step, step.schedule_count) for step in steps if step.schedule_count is not None]
+    if first is None or counted is None or not counts:
+        return
+    advances = {
+        (later_count - count) / (later.number - step.number) for (step, count), (later, later_count) in pairwise(counts)
+    } or {counts[0][0].num_schedule_steps}
+    step, count = counts[0]
+    counted += step.number - first.number
+    is_scaled = any("float16" in recorded.dtypes for recorded in subject.trained)
+    if len(advances) > 1 or not (advance := advances.pop()):
+        return
+    if count - advance * counted > advance * (_MAX_STEPS_AHEAD_OF_FP16 if is_scaled else _MAX_STEPS_AHEAD):
+        yield LintRemark(
+            topic="learning rate",
+            text=f"its schedule had counted {pluralise(count, 'step')} before step {step.number + 1}, and the "
+            f"optimizer {counted}: the job goes on in the midst of the schedule, and the optimizer's moments began "
+            "anew. Was the optimizer's state restored?",
+            weight=Weight.OTHER_CONFIG,
+            cause=CauseName.OPTIMIZER_STATE,
         )
 
 

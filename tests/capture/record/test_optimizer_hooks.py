@@ -586,7 +586,34 @@ def test_the_schedule_steps_that_accelerate_takes_for_each_rank_are_not_counted(
             optimizer.step()
             schedule.step()
             optimizer.zero_grad()
-    assert [step.num_schedule_steps for step in read_steps(tmp_path)] == [0, 0]
+    steps = read_steps(tmp_path)
+    assert [step.num_schedule_steps for step in steps] == [0, 0]
+    assert [step.schedule_count for step in steps] == [None, 1]
+
+
+@pytest.mark.parametrize("kind", ["plain", "chained", "sequential"])
+def test_a_schedule_has_counted_the_steps_before_the_recording_too(tmp_path: Path, kind: str) -> None:
+    """Schedules that are made of others are stepped once a step, and count as a whole."""
+    model = Model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    parts = [torch.optim.lr_scheduler.LinearLR(optimizer), torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)]
+    schedule: Any = {
+        "plain": lambda: parts[0],
+        "chained": lambda: torch.optim.lr_scheduler.ChainedScheduler(parts),
+        "sequential": lambda: torch.optim.lr_scheduler.SequentialLR(optimizer, parts, milestones=[2]),
+    }[kind]()
+    for _ in range(3):
+        optimizer.step()
+        schedule.step()
+    with recording(model, tmp_path, reproduce=True):
+        for _ in range(3):
+            compute_loss(model).backward()
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+    steps = read_steps(tmp_path)
+    assert [step.schedule_count for step in steps] == [None, 4, 5]
+    assert [step.num_schedule_steps for step in steps] == [0, 1, 1]
 
 
 def test_what_was_clipped_before_the_last_pass_is_said_to_be(tmp_path: Path) -> None:
@@ -993,7 +1020,7 @@ def test_hooks_that_are_removed_twice_are_removed() -> None:
         def before_step(self, *_: Any) -> None: ...
         def after_scaled_step(self, *_: Any) -> None: ...
         def after_step(self) -> None: ...
-        def after_schedule_step(self, *_: Any) -> None: ...
+        def after_schedule_step(self, *_: Any, **__: Any) -> None: ...
 
     hooks = [OptimizerHooks(Nobody()), OptimizerHooks(Nobody())]
     for hook in hooks:

@@ -320,6 +320,43 @@ def test_a_schedule_that_begins_anew_behind_a_restart_is_said(
 
 
 @pytest.mark.parametrize(
+    ("counts", "values", "says"),
+    [
+        ([None, 7, 8], {}, "7 steps before step 2, and the optimizer 1"),
+        # It is stepped once for each of two ranks.
+        ([None, 14, 16], {}, "14 steps before step 2, and the optimizer 1"),
+        ([None, 7], {"num_schedule_steps": 1}, "7 steps before step 2, and the optimizer 1"),
+        ([None, 43, 44], {"dtype": "float16"}, "43 steps before step 2, and the optimizer 1"),
+        # Its own beginning, by steps, ranks and micro-batches; a schedule that is stepped before the first step.
+        ([None, 1, 2], {}, ""),
+        ([None, 2, 4], {}, ""),
+        ([4, 8, 12], {}, ""),
+        ([1, 2, 3], {}, ""),
+        # Steps that fp16 left out; a schedule of epochs; a restored state; an optimizer without one.
+        ([None, 17, 18], {"dtype": "float16"}, ""),
+        ([None, 7, 7], {}, ""),
+        ([None, 7, 8], {"counted": 6}, ""),
+        ([None, 7, 8], {"settings": ({"lr": 1e-3, "num_parameters": 1},)}, ""),
+        ([None, 7, 9, 10], {}, ""),
+    ],
+)
+def test_a_schedule_that_goes_on_without_the_optimizers_state_is_said(
+    counts: list[int | None], values: dict[str, Any], says: str
+) -> None:
+    settings = ({"lr": 1e-3, "betas": [0.9, 0.999], "num_parameters": 1},)
+    counted, dtype = values.pop("counted", 0), values.pop("dtype", "float32")
+    passes = []
+    for number, count in enumerate(counts):
+        known = {"settings": settings, "has_state": counted + number > 0, "schedule_count": count} | values
+        known |= {"state_steps": (counted + number,)} if counted + number else {}
+        weights = make_samples(make_sample(value=1.0 + number, dtype=dtype))
+        passes.append(make_pass(number=number, step=make_step(number, **known), weights=weights))
+    told = [text for text in say(passes) if "in the midst of the schedule" in text]
+    assert len(told) == bool(says)
+    assert all(text.startswith(f"learning rate: its schedule had counted {says}: ") for text in told)
+
+
+@pytest.mark.parametrize(
     ("settings", "optimizer", "says"),
     [
         ({"betas": [0.999, 0.9]}, "AdamW", "the betas of AdamW are 0.999 and 0.9: are they swapped?"),
