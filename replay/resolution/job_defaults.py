@@ -32,7 +32,7 @@ from replay.verdict.random_draws import RandomDraws
 from replay.verdict.recorded_pass import list_job_dtypes
 
 DTYPES = {"bfloat16": Dtype.BF16, "float16": Dtype.FP16}
-PADDING_PREDICTS_LABEL = "padding before or between the tokens of its rows predicts some of them"
+WHY_PADDING_IS_KEPT = "padding before or between the tokens of its rows predicts some of them"
 
 
 def choose_from_job(
@@ -133,8 +133,8 @@ def _choose_packing(spec: ReplayParts, first_call: CapturedCall | None, selectio
         return choose(False, ChosenBy.MODEL)
     if actor.parallel.ring > 1:
         return choose(True, ChosenBy.OPTION, f"--ring {actor.parallel.ring} slices packed rows")
-    if selection.padding_predicts_label:
-        return choose(False, ChosenBy.JOB, PADDING_PREDICTS_LABEL)
+    if selection.must_keep_padding:
+        return choose(False, ChosenBy.JOB, WHY_PADDING_IS_KEPT)
     if spec.measure.verdict is VerdictRule.STRICT and _is_padded(first_call):
         return choose(False, ChosenBy.JOB, "its rows were padded, and --verdict strict was given")
     if _is_padded(first_call) and _draws_masks(first_call):

@@ -48,7 +48,7 @@ from replay.output.text import name_some
 from replay.resolution.frozen_parameters import find_frozen_in_job
 from replay.resolution.head_choice import choose_head
 from replay.resolution.job_defaults import (
-    PADDING_PREDICTS_LABEL,
+    WHY_PADDING_IS_KEPT,
     ChosenAttention,
     apply_choices,
     choose_from_job,
@@ -69,7 +69,7 @@ class _KernelAndLayout:
 
     actor_before_probe  with the job's kernel, if it can be had here
     actor               with the layout that the probe found right, and the kernel that is right for it
-    attention_reason    why that kernel; empty on a CPU and for a ring, where `_explain_attention` has a fixed reason
+    attention_reason    why that kernel; empty: neither the job's captures nor the probe gave a reason
     """
 
     actor_before_probe: ActorSpec
@@ -190,7 +190,6 @@ def _find_model(
     # A checker builds a model to list its parameters. So one checker serves here and in the choice of steps.
     weight_checker = WeightChecker(source)
     frozen = world.broadcast_from_rank0(find_frozen_in_job(spec, source, weight_checker, first_call, selection.rounds))
-    # `later` has, by the forward from which on the job froze them too, further names.
     source = replace(source, frozen=frozen.always, frozen_later=frozen.later)
     return source, weight_checker, frozen.first_forward_with_other_trained_parameters
 
@@ -220,14 +219,12 @@ def _choose_kernel_and_layout(
         is_typed=is_packing_typed,
         trains=spec.inputs.passes is not Passes.ROLLOUT,
     )
-    # In a left-padded row the last padding token predicts the label of the row's first token, and a model's own loss
-    # counts that. Packed rows have no padding, so `choose_from_job` has left such rows padded, and the layout gets the
-    # reason, `why_unusual`, for the user.
-    # A ring's rows are always packed, so nothing is changed for them: `prepare_actor_inputs` refuses a micro-batch with
-    # padding between tokens.
-    are_padded_for_labels = selection.padding_predicts_label and not is_packing_typed and not layout.packs
-    if are_padded_for_labels and not layout.why_unusual:
-        layout = replace(layout, why_unusual=PADDING_PREDICTS_LABEL)
+    # If padding predicts a label, or stands between the tokens of a row, packed rows would lose it. For such captures
+    # `choose_from_job` has chosen padded rows. `why_unusual` tells the user the reason.
+    # A ring always packs its rows. There `prepare_actor_inputs` refuses padding between tokens.
+    keeps_padding = selection.must_keep_padding and not is_packing_typed and not layout.packs
+    if keeps_padding and not layout.why_unusual:
+        layout = replace(layout, why_unusual=WHY_PADDING_IS_KEPT)
     return _KernelAndLayout(
         actor_before_probe=actor_before_probe,
         actor=actor,
@@ -247,8 +244,8 @@ def choose_loss(spec: ReplayParts, selection: Selection, first_call: CapturedCal
     if loss != LossName.AUTO:
         return ResolvedChoice(setting=LOSS, value=loss, by=ChosenBy.TYPED)
     shown_objective, obstacle = selection.shown_objective, _find_shown_loss_obstacle(spec)
-    # Only commands set `details`. They compare runs with each other by a mean of log-probs, so here the objective is
-    # left alone, and nothing is explained, since no user chose this.
+    # No option sets `details`: commands such as parity do. They compare runs with each other by a mean of log-probs. So
+    # the job's objective is not taken, and no reason is given, since no user chose this.
     takes_shown_objective = shown_objective is not None and not spec.measure.details
     if takes_shown_objective and obstacle is None:
         why = "it noted its loss, advantages and old log-probs"
@@ -318,7 +315,8 @@ def _explain_attention(probed: _KernelAndLayout, kernel_name: str, typed: ActorS
     machine_reason = (
         "the fastest of a ring's kernels that can be had here" if after.parallel.ring > 1 else "what a CPU has"
     )
-    # For where `attention_reason` is empty: on a CPU, and for a ring, which `choose_job_kernel` leaves alone.
+    # `choose_job_kernel` gives no reason for a ring. Nor does it give one on a CPU if the captures name no kernel, or
+    # name one that can be had here.
     default_reasons = {ChosenBy.JOB: "its captures name it", ChosenBy.MACHINE: machine_reason}
     why = probed.attention_reason or default_reasons.get(by, "")
     return ResolvedChoice(setting=ATTENTION, value=kernel_name, by=by, why=why)
@@ -327,7 +325,7 @@ def _explain_attention(probed: _KernelAndLayout, kernel_name: str, typed: ActorS
 def _finalize_packing_choice(
     job_choices: Sequence[ResolvedChoice], actor: ActorSpec, layout: Layout
 ) -> Iterator[ResolvedChoice]:
-    """Yield the choices. That of packing has the value that the probe left it, with who decided it and why."""
+    """Yield the choices. The packing choice gets its final value, which the probe may have changed, and the reason."""
     for choice in job_choices:
         yield _explain_packing(choice, actor, layout) if choice.setting == PACKING else choice
 

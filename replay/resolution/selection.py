@@ -69,8 +69,8 @@ class Selection:
     not_recorded         numbers of training passes that the recording could not keep, by the reason
     grad_accumulation    as requested, else the number that reproduces the job's windows
     has_job_windows      that number was found in the captures
-    padding_predicts_label  padding predicts a label of the loss, or stands between the tokens of a row, so that
-                   rows have to be padded as captured
+    must_keep_padding    padding predicts a label of the loss, or stands between the tokens of a row, so that rows have
+                         to be padded as captured
     is_whole             all passes of the kind that --passes selects are replayed, those of every rank
     recording            which recording of the folder is replayed; None with --input-file
     """
@@ -86,7 +86,7 @@ class Selection:
     not_recorded: Mapping[str, int] = field(default_factory=dict)
     grad_accumulation: int = 1
     has_job_windows: bool = False
-    padding_predicts_label: bool = False
+    must_keep_padding: bool = False
     is_whole: bool = False
     recording: ChosenRecording | None = None
 
@@ -301,7 +301,7 @@ def select(
         rounds=described,
         grad_accumulation=grad_accumulation or job_accumulation or 1,
         has_job_windows=job_accumulation is not None,
-        padding_predicts_label=any(capture.num_after_padding for captures in rounds for capture in captures),
+        must_keep_padding=any(capture.num_after_padding for captures in rounds for capture in captures),
         is_whole=not (spec.input_file or spec.skip_inputs or spec.max_inputs or spec.pick_inputs or num_left_over)
         and not (reader.damaged or reader.unreplayable),
         recording=recording,

@@ -125,7 +125,7 @@ class PassTrials:
         spec = repeater.spec
         call = read_call(repeater.selection.inputs[own_pass.record.index])
         padding_predicts_label = (
-            repeater.selection.padding_predicts_label and not spec.source.layout_under(spec.actor).joins_rows
+            repeater.selection.must_keep_padding and not spec.source.layout_under(spec.actor).joins_rows
         )
         captured = replace(call.micro_batch(), padding_predicts_label=padding_predicts_label)
         batch = select_loss_tokens(spec.measure.loss, captured)

@@ -90,7 +90,7 @@ class RunRepeater:
     @property
     def why_kernel_must_stay(self) -> str | None:
         """Say why each replay has to have one attention kernel; None if another one changes rounding alone."""
-        if self.selection.padding_predicts_label and not self.spec.actor.packs:
+        if self.selection.must_keep_padding and not self.spec.actor.packs:
             return "another attention kernel computes other logits at the padding that predicts a label"
         if _find_chosen_kernel(self.spec) == Attention.EAGER and not has_sdpa(self.spec.source.config):
             return "the model has no other attention kernel"

@@ -28,7 +28,7 @@ from tests.helpers.made_records import record
 from tests.trainers.common import make_batches, make_model
 
 
-def repeater_of(padding_predicts_label: bool = False, **actor: Any) -> RunRepeater:
+def repeater_of(must_keep_padding: bool = False, **actor: Any) -> RunRepeater:
     spec = SimpleNamespace(
         actor=ActorSpec(attention=Attention.SDPA, backend="fsdp2", **actor),
         source=SimpleNamespace(config=LlamaConfig()),
@@ -37,7 +37,7 @@ def repeater_of(padding_predicts_label: bool = False, **actor: Any) -> RunRepeat
     parts: dict[str, Any] = {
         "world": None,
         "spec": spec,
-        "selection": SimpleNamespace(padding_predicts_label=padding_predicts_label),
+        "selection": SimpleNamespace(must_keep_padding=must_keep_padding),
         "tracker": None,
         "weight_checker": None,
         "dropout": (),
@@ -69,7 +69,7 @@ def test_ranks_that_share_a_row_have_no_other_kernel(parallel: dict[str, Any]) -
 
 
 def test_padding_that_predicts_keeps_the_kernel() -> None:
-    why = repeater_of(padding_predicts_label=True, packing=False).why_kernel_must_stay
+    why = repeater_of(must_keep_padding=True, packing=False).why_kernel_must_stay
     assert why is not None
     assert "padding that predicts a label" in why
 
