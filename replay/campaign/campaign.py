@@ -15,8 +15,8 @@ knows more of the result:
 
 There `job` is the digest of the planned run; it is not the training that was recorded.
 
-`--continue` asks for the same planned runs again. Those in the journal come back without a run, except those that
-ran beside others and have to run again (`Campaign._must_run_again`).
+`--continue` asks for the same planned runs again. Those in the journal come back without a run, except those that may
+have run beside others and have to run again (`Campaign._must_run_again`).
 """
 
 import hashlib
@@ -94,11 +94,12 @@ def has_ended_without_answer(process_result: ProcessResult) -> bool:
 class EndedRun(NamedTuple):
     """How a planned run ended.
 
-    One that has to run again (`Campaign._must_run_again`) is reported as new each time it runs.
+    A planned run that has to run again (`Campaign._must_run_again`) is reported as new each time it runs.
 
     position   of the planned run among those that the command asked for
-    ran_alone  no other planned run ran on the machine; otherwise its times mean nothing. On Ray always False
-    is_new     it was run now; False: its result was in the journal
+    ran_alone  the machine runs one planned run at a time. False: others may have run beside this one, so its times mean
+               nothing. On Ray always False
+    is_new     the planned run was run now; False: its result was in the journal
     """
 
     position: int
@@ -146,8 +147,8 @@ class Campaign(Generic[PlanT]):
     plan        what the command makes its planned runs from; read and written as JSON
     versions    of the libraries when the campaign was begun
     result      what the command knows of its answer so far: a dataclass or a mapping, written as JSON
-    may_succeed_alone  is given the result of a planned run that had others beside it. Might it end otherwise if it ran
-                alone? If so, it runs again. Default: only one that ended without an answer
+    may_succeed_alone  is given the result of a planned run that may have had others beside it. Tells whether the
+                planned run might end otherwise if it ran alone: then it runs again. Default: `has_ended_without_answer`
     """
 
     folder: Path
@@ -245,7 +246,9 @@ class Campaign(Generic[PlanT]):
         return f"replay {self.command_name} --continue {self.folder}"
 
     def open(self, executor: Executor, limits: RunLimits, *, storage: str | None = None) -> None:
-        """Make the campaign ready to run its planned runs on `executor`; the time limit for all of them begins now.
+        """Make the campaign ready to run its planned runs on `executor`.
+
+        The time that `limits` gives the whole command begins now. After this time no planned run is started.
 
         storage  folder or URI where planned runs keep the states from which they resume; None: they keep none
         """
@@ -294,9 +297,9 @@ class Campaign(Generic[PlanT]):
         return EndedRun(position, process_result, line.ran_alone, is_new=False)
 
     def _must_run_again(self, line: _JournalLine, process_result: ProcessResult) -> bool:
-        """Has a planned run that has ended to run again?
+        """Must a planned run that has ended run again?
 
-        Only if others ran beside it: they may have taken the memory or the time that it lacked.
+        Only if others may have run beside it: they may have taken the memory or the time that it lacked.
         """
         return not line.ran_alone and self.may_succeed_alone(process_result)
 
