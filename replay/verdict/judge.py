@@ -13,7 +13,7 @@ differs, or is unsettled or not judged, and then the verdict says why. The outco
 explains the difference: the weights are known to be the job's, and both computed the same quantity. Where there is a
 doubt, it is UNSETTLED or CANNOT TELL (`Outcome` says when).
 
-`floors` are how far apart two replays are that differ in rounding alone; a step floor is for passes after a step.
+`floors` are noise floors: how far apart two replays are that differ in rounding alone.
 """
 
 from collections import Counter
@@ -119,11 +119,11 @@ class JudgedRun:
             return self.verdict
         evidence = replace(self.evidence, trials=trials, single_pass_gradients=single_pass_gradients)
         causes = find_causes(evidence)
-        # Names of findings that no cause explains, in two lists. Those of the second are wrong in later passes alone,
-        # and a wrong step that a cause explains may have made them so.
-        unexplained_names, names_that_may_follow = split_unexplained(evidence, causes)
+        # Both lists name findings that no cause explains. Those in the second list are wrong only after a wrong step
+        # that a cause does explain, so they may be consequences of that step.
+        unexplained, possible_consequences = split_unexplained(evidence, causes)
         return replace(
-            self.verdict, causes=causes, unexplained=unexplained_names, may_follow=names_that_may_follow, trials=trials
+            self.verdict, causes=causes, unexplained=unexplained, may_follow=possible_consequences, trials=trials
         )
 
 
@@ -154,13 +154,13 @@ def judge_without_causes(passes: Sequence[PassEvidence], settings: VerdictSettin
        REPRODUCED if any is reproduced, else CANNOT TELL.
     """
     indexed_passes = [(record.index, recorded) for record, recorded, _ in passes if recorded is not None]
-    # If DDP did not reduce the gradients of the last pass before a step (`no_sync` left on), that is a further known
-    # difference of the job's model, so that a cause can name it.
+    # The job's DDP may not have reduced the gradients of the last pass before a step, since `no_sync` was left on. The
+    # causes look for this among the differences of the model.
     unreduced_steps = find_unreduced_step_differences([recorded for _, recorded in indexed_passes])
     model_differences = [*settings.model_differences, *unreduced_steps]
-    # An optimizer without fp32 weights rounds each weight that it writes, so after its step the weights of job and
-    # replay may differ. Floors measured for passes after the first such step do not hold. They are dropped here, before
-    # the passes are compared.
+    # Some optimizers, such as Muon, round each step to bf16, so after a step the weights of job and replay may differ
+    # by this rounding. Of `step_floors`, the noise floors of passes after a step, those after the first such step do
+    # not hold. They are dropped before the passes are compared.
     settings = drop_floors_after_rounded_step(indexed_passes, replace(settings, model_differences=model_differences))
     compared_passes = _compare_passes(passes, settings)
     mixed_recordings = describe_mixed_recordings(

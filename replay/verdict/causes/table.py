@@ -75,23 +75,24 @@ def find_causes(evidence: CauseEvidence, rules: Sequence[CauseRule] = RULES) -> 
 
 
 def split_unexplained(evidence: CauseEvidence, causes: Sequence[Cause]) -> tuple[list[str], list[str]]:
-    """Name the findings that differ, or are unsettled, and that no cause explains; those that may follow apart.
+    """Name the findings that differ or are unsettled, and that no cause explains.
 
-    Where the first wrong number is a step's, and a cause explains it, the job went on with other weights than the
-    replay: what is wrong in later passes alone may follow from that step, and may be a second fault.
+    Returns two lists. If the first wrong number is that of a step, and a cause explains it, the job went on with other
+    weights than the replay. Then a finding that is wrong only in later passes is in the second list: it may be a
+    consequence of that step, or a second fault. All others are in the first list.
     """
     explained = {name for cause in causes for name in cause.explains}
     first = evidence.first_wrong
     is_step_explained = first is not None and first.is_window and not evidence.is_forward_wrong
     is_step_explained &= all(finding.name in explained for verdict, finding in evidence.wrong if verdict is first)
     unexplained: list[str] = []
-    may_follow: list[str] = []
+    possible_consequences: list[str] = []
     for name in evidence.list_wrong_names():
         if name not in explained:
             wrong = evidence.find_wrong(name)
             is_later = wrong is not None and wrong[0] is not first
-            (may_follow if is_step_explained and is_later else unexplained).append(name)
-    return unexplained, may_follow
+            (possible_consequences if is_step_explained and is_later else unexplained).append(name)
+    return unexplained, possible_consequences
 
 
 def may_lie_in_layer(verdict: Verdict) -> bool:
