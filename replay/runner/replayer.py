@@ -84,10 +84,11 @@ from replay.verdict.tried_losses import TriedLosses
 from replay.verdict.weight_check import WeightChecker
 from replay.watch.progress import RankPhase, Tracker
 
-# Other losses are tried in so many passes whose own loss is not the job's, if no log-prob is so far from the job's: in
-# fp32, and where a 16-bit dtype rounds.
+# If the objective's loss is not the job's in a pass, other losses are tried. This is done in at most MAX_TRIED_PASSES
+# passes, and only if no log-prob of the pass is farther from the job's than the maximum for the job's dtype.
 MAX_TRIED_PASSES = 4
-MAX_TRIED_DIFFERENCE = {False: 1e-3, True: 0.05}
+MAX_LOG_PROB_DIFFERENCE_IN_FP32 = 1e-3
+MAX_LOG_PROB_DIFFERENCE_IN_16_BITS = 0.05
 
 
 class ReopeningError(RuntimeError):
@@ -175,7 +176,7 @@ class Replayer:
         self.window = AccumulationWindow(grad_accumulation=spec.actor.resolved_grad_accumulation, rounds=rounds)
         self.details_folder = log_folder if spec.measure.keeps_details else None
         self.non_finite_search = NonFiniteSearch(spec=spec.actor, world=world, report_progress=tracker.report_progress)
-        # Steps the optimizer where the job did, with the settings that it had there.
+        # Decides which passes end with a step of the optimizer, and with which settings, and counts the steps.
         self.step_follower = StepFollower(spec=spec, world=world)
         # The number of inputs up to the latest pass that succeeded and left no window open.
         self.num_inputs_completed = 0
@@ -198,9 +199,9 @@ class Replayer:
         self._routing = PassRouting.open(reopenable_actor.backend.model, spec)
         self._special_tokens = SpecialTokens.from_config(strip_config(self.model_source.config))
         # In a left-padded row the last padding token predicts the label of the row's first token, and a model's own
-        # loss counts that. Joined rows, which are packed or cut again into one document a row, have no such padding.
-        has_padding = not self.model_source.layout_under(spec.actor).joins_rows
-        self._padding_predicts_label = has_padding and padding_may_predict_label(spec)
+        # loss counts that label. A layout that joins rows leaves out this padding.
+        keeps_padding = not self.model_source.layout_under(spec.actor).joins_rows
+        self._padding_predicts_label = keeps_padding and padding_may_predict_label(spec)
 
     def reopen_after_failure(self) -> None:
         """Open the actor again if a pass that failed has left something in it.
@@ -379,8 +380,8 @@ class Replayer:
         cost = self.step_follower.subtract_optimizer_state_bytes(outcome.cost)
         self.step_follower.count_step(inputs, self.reopenable_actor.backend)
 
-        # What each log-prob weighs in the loss (minus the loss's derivative by it) bounds how far rounding moves a
-        # loss.
+        # The weight of a log-prob is the negated derivative of the loss with respect to this log-prob. The weights tell
+        # how far rounding can move the loss.
         log_prob_weight_meter, gradient_sampler = run_observers.log_prob_weight_meter, run_observers.gradient
         at_recorded_positions, all_action_log_probs = self._collect_log_probs(outcome, inputs, captured_call, batch)
         replayed_pass = ReplayedPass(
@@ -392,8 +393,8 @@ class Replayer:
             gradient=gradient_sampler.samples if gradient_sampler is not None else None,
             state=state_sampler.samples if state_sampler is not None else {},
             draws=generator_observer.draws,
-            # A random mask is the job's only where each token stood in its place. This waits for the device, so it is
-            # asked only if the forward drew random numbers.
+            # A dropout mask that is drawn here is the job's only if each token is fed at the position where the job fed
+            # it. The check waits for the device, so it is made only if the forward drew random numbers.
             was_fed_as_captured=generator_observer.has_drawn
             and was_fed_as_captured(inputs, batch, self.spec.actor.parallel),
             router_flips=outcome.router_flips,
@@ -518,15 +519,15 @@ class Replayer:
     def _choose_loss_weight(self, index: int, objective_data: ObjectiveData | None) -> float:
         """Return the factor on the loss of a pass.
 
-        After that the gradient is divided by the window's passes (by the backend, and `window_factor`) and averaged
-        over the data ranks.
+        The gradient of the weighted loss is then divided by the number of the window's passes on a data rank (backend
+        and `window_factor` do this together), and averaged over the data ranks.
         """
         num_window_passes = self.window.size * self.world.num_data_ranks
         if objective_data is not None:
             assert self._objective is not None
-            # Both divisions are right for a mean loss. A loss that is normalised over the whole window is summed over
-            # its passes, and the job's DDP divided it by the number of the job's ranks alone. So the factor undoes the
-            # two divisions here, and divides by the job's ranks.
+            # Both divisions are right for a loss that is a mean over its pass. A loss that is normalised over the whole
+            # window needs neither: the gradients of the window's passes add up. The job's DDP divided their sum by the
+            # number of the job's ranks. So the factor undoes the two divisions, and divides by that number.
             return num_window_passes / objective_data.num_job_ranks if self._objective.sums_over_window else 1.0
         # The value of --window: what each pass weighs in the gradient of its window.
         window_weights = self.spec.measure.window
@@ -571,27 +572,23 @@ class Replayer:
         recorded_pass: RecordedPass,
         at_recorded_positions: Sequence[float | None],
     ) -> TriedLosses | None:
-        """Compute what other losses the job may have taken for its objective: later, the weights may be other ones.
+        """Compute the values that other losses have in this pass, since the job may have used one of them instead.
 
-        None where the objective's loss is the job's, where there is none, where the log-probs are not the job's, and
-        after MAX_TRIED_PASSES passes.
+        They are computed now, because the next step may change the weights.
+
+        Returns None if no other loss is tried: without an objective, if its loss is the job's or is not one that has
+        other forms, if the forward is not comparable with the job's, and after MAX_TRIED_PASSES passes.
         """
-        # A loss of routers is added to the objective's, and reversed rows are not those of the recorded gradient.
-        is_plain = outcome.router_loss is None and not inputs.has_reversed_rows
-        if self._objective is None or not inputs.train_mode or not is_plain:
+        # The tried losses have no routers' part. A run with reversed rows only measures what rounding does.
+        is_comparable = outcome.router_loss is None and inputs.train_mode and not inputs.has_reversed_rows
+        if self._objective is None or not is_comparable or self._num_tried_passes == MAX_TRIED_PASSES:
             return None
-        if self._num_tried_passes == MAX_TRIED_PASSES:
+        # If the log-probs are not the job's, every loss differs from the job's, whichever loss the job used.
+        if _has_other_log_probs(recorded_pass, at_recorded_positions):
             return None
-        # Of another forward each loss is another one.
-        tokens = next((claim for claim in recorded_pass.claims if claim.name == TOKENS), None)
-        pairs = [] if tokens is None else zip(tokens.values, at_recorded_positions, strict=False)
-        # A dtype that is not known may be a coarse one.
-        most = MAX_TRIED_DIFFERENCE[not recorded_pass.dtypes or is_coarse(recorded_pass.dtypes)]
-        if any(own is not None and abs(own - job) > most for job, own in pairs):
-            return None
-        # A claim is a quantity that the job recorded; one with a doubt is not compared.
-        claims = (claim for claim in recorded_pass.claims if claim.name == LOSS and claim.doubt is None)
-        job_loss = next((claim.values[0] for claim in claims), None)
+        # A claim with a doubt proves nothing about the losses.
+        losses = (claim for claim in recorded_pass.claims if claim.name == LOSS and claim.doubt is None)
+        job_loss = next((claim.values[0] for claim in losses), None)
         assert self._make_objective_inputs is not None
         tried_losses = try_losses(self._objective, self._make_objective_inputs, outcome.log_probs_BA, job_loss)
         self._num_tried_passes += tried_losses is not None
@@ -634,6 +631,18 @@ class Replayer:
         )
 
 
+def _has_other_log_probs(recorded_pass: RecordedPass, at_recorded_positions: Sequence[float | None]) -> bool:
+    """Is one of the replay's log-probs too far from the job's to compare losses that are computed from them?"""
+    job_log_probs = next((claim.values for claim in recorded_pass.claims if claim.name == TOKENS), ())
+    # If the job's dtype is not known, it may be one of 16 bits.
+    is_in_fp32 = bool(recorded_pass.dtypes) and not is_coarse(recorded_pass.dtypes)
+    max_difference = MAX_LOG_PROB_DIFFERENCE_IN_FP32 if is_in_fp32 else MAX_LOG_PROB_DIFFERENCE_IN_16_BITS
+    return any(
+        replay_log_prob is not None and abs(replay_log_prob - job_log_prob) > max_difference
+        for job_log_prob, replay_log_prob in zip(job_log_probs, at_recorded_positions, strict=False)
+    )
+
+
 def _locate_tokens(captured_call: CapturedCall, batch: MicroBatch) -> TokenPlaces:
     """Return where the log-probs of a pass stand in its rows, and what the job recorded of the same tokens."""
     are_input_tokens_BA, first_column = find_targets_equal_to_input_tokens(batch)
@@ -663,7 +672,7 @@ def _describe_input(batch: MicroBatch) -> InputSection:
 
 
 def _describe_result(outcome: PassOutcome, inputs: PassInputs) -> ResultSection:
-    """Return loss, gradient norm, and the sums of the rows, in the order of the captured rows."""
+    """Return what the log keeps of the outcome. Rows are in the order in which they were captured."""
     row_stride = -1 if inputs.has_reversed_rows else 1
     return ResultSection(
         loss=outcome.loss.item(),

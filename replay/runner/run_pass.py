@@ -97,8 +97,8 @@ class PassInputs:
     has_reversed_rows    the rows are in the reverse of the capture's order
     routes               the experts that the job's routers chose in a mixture of experts. The routers here are made to
                          choose them, or their own choice is compared with them; None: the routers are left alone
-    router_loss_term     computes the routers' auxiliary (load-balancing) loss, a term of the pass's loss, from the
-                         logits of the routers here, which `routes` has them keep; None: the loss has no such term
+    router_loss_term     computes the routers' auxiliary (load-balancing) loss, which is added to the pass's loss, from
+                         the logits of the routers that `routes.logits_index` names; None: no such loss is added
     """
 
     actor_inputs: ActorInputs
@@ -126,14 +126,15 @@ class PassOutcome:
     loss          with the routers' auxiliary loss, and without `PassInputs.loss_weight`
     grad_norm     of the window; None in a pass that does not end a complete one
     router_flips  of each router that was compared with the job's: the tokens for which it chose other experts here
-    router_loss   the routers' part of `loss`; None: it has none
-    router_loss_factor  what the routers' loss is multiplied by in the loss that the job gave to `recorder.note`.
-                  0: the job left it out
-                  1: the loop divided the pass's loss by the number of passes of a step, and then added it
-                  another number: the loop added it first and then divided the sum; this is what the division left of
-                  each, such as 1/4 with four passes a step (`LogProbWeights.total`)
-                  nan: the job's loss does not tell
-                  None: the job gave no loss, or the model has no routers' loss
+    router_loss   the part of `loss` that comes from the routers; None: no routers' loss was added
+    router_loss_factor  the factor on the routers' loss in the loss that the job's training loop called backward on. The
+                  loss that the loop gave to `recorder.note` tells it.
+                  0: the loop did not add the routers' loss
+                  1: the loop added the routers' loss undivided
+                  another number: the loop added the routers' loss, and then divided the sum. The factor is 1/4 if the
+                  loop divided the sum by 4, the number of passes that make a step
+                  nan: the loop gave no loss to `recorder.note`, or the loss that it gave does not tell the factor
+                  None: no routers' loss was added here, or it was added because the job's model itself added it
     """
 
     log_probs_BA: Tensor
@@ -149,9 +150,9 @@ class PassObserver:
     """Look at a pass without changing what it computes. Each method does nothing unless an observer overrides it.
 
     Every rank has the same observers in the same order, since one of them may gather from all ranks. An observer keeps
-    nothing of the graph after `close`. `pauses_clock_after` are the phases after which it makes the device work, or
-    waits for it: the time for that is left out of the seconds of the whole pass. If BACKWARD is among them, the time of
-    `before_step` is left out too.
+    nothing of the graph after `close`. `pauses_clock_after` are the phases after which the observer makes the device
+    work, or waits for the device. The time that this takes is left out of the seconds of the whole pass. If BACKWARD is
+    among these phases, the time of `before_step` is left out too.
     """
 
     pauses_clock_after: ClassVar[frozenset[RankPhase]] = frozenset()
@@ -314,8 +315,8 @@ def run_pass(
     loss; then with a clock all ranks wait for the slowest, so that this wait does not count as time of the backward.
     The backward adds to the gradient of the window. A MEASURED step is a phase of the pass. Otherwise the window's end
     (norm, step if any, clearing) runs unmeasured, after the clock has stopped. At the end of an incomplete window the
-    gradients are cleared, and no more. Before each phase, after forward and backward, before a measured step, and once
-    the clock has stopped the observers have their turn.
+    gradients are cleared, and no more. The observers have their turn before each phase, after the forward, after the
+    backward, before a measured step, and after the clock has stopped.
 
     clock      measures the pass; None: the pass is not measured
     observers  look at the pass; the same ones in the same order on every rank
@@ -423,7 +424,7 @@ def drop_gradients(model: nn.Module, names: Collection[str]) -> None:
 
 
 def _steer_routers(backend: Backend, inputs: PassInputs) -> AbstractContextManager[Mapping[str, RouterState]]:
-    """Have the routers do as `inputs.routes` says in the block, which gets each router's state by its name."""
+    """Return a context in which the routers do what `inputs.routes` says, and which yields their states by name."""
     return nullcontext({}) if inputs.routes is None else steer_routers(backend.model, inputs.routes)
 
 
@@ -446,7 +447,8 @@ def _compute_router_loss(
 def prepare_actor_inputs(batch: MicroBatch, spec: ActorSpec, model_source: ModelSource, world: World) -> ActorInputs:
     """Return `batch` on the device, laid out, padded and sliced as the model and the spec say.
 
-    Raises CaptureError if it is not valid input for the model. All ranks must call this.
+    Raises CaptureError if `batch` is not valid input for the model, and UsageError if the attention kernel cannot
+    compute rows with padding between their tokens. All ranks must call this.
     """
     check_vocabulary(batch, model_source)
     layout = model_source.layout_under(spec)
