@@ -3,10 +3,12 @@
 Eight of the jobs of tests/broken_jobs; `python -m tests.broken_jobs.campaign` has all, and how large each fault is.
 """
 
+from dataclasses import replace
+
 import pytest
 
 from tests.broken_jobs.batches import num_labels, windows_of
-from tests.broken_jobs.campaign import Campaign, Row, job_of, line_of, text_of_causes, twins_of
+from tests.broken_jobs.campaign import Campaign, Row, job_of, line_of, read_notes, text_of_causes, twins_of
 from tests.broken_jobs.declarations import Fault, FaultClass, Kind, Layout, Setup
 from tests.broken_jobs.table import JOBS, TWINS
 
@@ -35,7 +37,8 @@ def test_each_class_has_jobs_of_several_kinds() -> None:
 
 def test_each_broken_job_has_its_causes_and_a_sound_twin() -> None:
     for job in JOBS.values():
-        assert job.is_broken is bool(job.causes), job.name
+        assert job.is_broken is bool(job.causes or job.note)
+        assert not (job.causes and job.note), job.name
         assert len(set(job.causes)) == len(job.causes) <= 2, job.name
         if job.is_broken:
             twin = TWINS[job.twin.name]
@@ -49,6 +52,19 @@ def test_jobs_that_are_trained_and_replayed_alike_have_one_twin() -> None:
     names = ("gradients-x10", "loss-x10", "clean-llama", "betas", "eps", "fsdp2-gradients-x10", "fsdp2-v-dropped")
     twins = twins_of([JOBS[name] for name in names])
     assert [twin.twin_of for twin in twins] == ["gradients-x10", "betas", "fsdp2-gradients-x10", "fsdp2-v-dropped"]
+
+
+def test_a_note_that_says_what_was_planted_is_right_and_is_wrong_of_the_twin() -> None:
+    """A note's further lines are read, too."""
+    output = "verdict    REPRODUCED\nnote       labels: in 2 rows the last place is to\n           predict the first "
+    notes = read_notes(f"{output}token of the next row: [...]\nalso ran   nothing\n           more\n")
+    assert notes == ["labels: in 2 rows the last place is to predict the first token of the next row: [...]"]
+    rows = [
+        replace(_row(f"shifted-across-full-rows{name}", "REPRODUCED", []), notes=found)
+        for name in ("", "-unbroken")
+        for found in (notes, ["labels: something else"])
+    ]
+    assert [row.says for row in rows] == ["ok", "WRONG", "WRONG", "ok"]
 
 
 @pytest.mark.parametrize(

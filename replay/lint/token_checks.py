@@ -12,6 +12,7 @@ from replay.verdict.token_traits import (
     NUM_FIRST_TOKENS,
     RowTraits,
     TokenTraits,
+    describe_crossing,
     describe_inverted_mask,
     describe_other_side,
 )
@@ -136,7 +137,9 @@ def _check_targets(traits: Sequence[TokenTraits]) -> Iterator[LintRemark]:
             cause=CauseName.OTHER_TOKENS,
         )
     num_rows = sum(tokens.num_last_labels for tokens in traits)
-    if sum(tokens.num_wrapped for tokens in traits) == num_rows >= _MIN_WRAPPED:
+    if (crossing := describe_crossing(traits)) is not None:
+        yield LintRemark(topic="labels", text=crossing, weight=Weight.WRONG_TARGETS, cause=CauseName.OTHER_TOKENS)
+    elif sum(tokens.num_wrapped for tokens in traits) == num_rows >= _MIN_WRAPPED:
         yield LintRemark(
             topic="labels",
             text=f"in {pluralise(num_rows, 'row')} the last token is to predict the row's first one, as after a roll",

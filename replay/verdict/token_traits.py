@@ -41,6 +41,8 @@ _MIN_LABELS = 8
 _MIN_ROW_TOKENS = 8
 # One other token may follow an end, as the end of a line; a run of one id from this length on is padding.
 _MIN_PADDING = 4
+# One last target may be the next row's first token by chance.
+_MIN_CROSSING = 2
 # Fewer places without a target may be at one distance from each other by chance.
 _MIN_LEFT_OUT = 3
 
@@ -91,6 +93,8 @@ class TokenTraits:
     num_other_side     rows with labels whose labels are their own tokens, moved by the length of the row's padding
     num_last_labels    rows whose last token has a shifted label
     num_wrapped        those of them in which that is the row's first token
+    num_row_ends       rows whose last place, padding or not, has a target of the job's loss: no token of the row
+    num_crossing       those of them in which that is the next row's first token, where the rows are no one text
     label_offset       the labels are the tokens so many places later, all of them; None: that cannot be told
     num_borders        borders between documents of one row that the job named beside position ids
     num_continued      those of them at which positions go on
@@ -131,6 +135,8 @@ class TokenTraits:
     num_other_side: int = 0
     num_last_labels: int = 0
     num_wrapped: int = 0
+    num_row_ends: int = 0
+    num_crossing: int = 0
     label_offset: int | None = None
     num_borders: int = 0
     num_continued: int = 0
@@ -168,6 +174,7 @@ def read_token_traits(call: CapturedCall, batch: MicroBatch, special_tokens: Spe
     not_finite_places = [(row, column) for row, column in is_not_finite_BS.nonzero().tolist()]
     num_with_gradient, num_outside_mask = _count_outside_mask(call, batch)
     num_left_out, left_out_spacing = _find_left_out(batch, documents, special_tokens)
+    num_row_ends, num_crossing = _count_crossing(batch)
     num_of_others = num_rows_of_others = num_other_side = num_unlabelled = 0
     # Which tokens a loss is of is taken from its gradient where the job gave no labels. A reward may give it none.
     if labels_BS is not None and token_labels_BS is not None and labels_BS is not batch.loss_targets_BS:
@@ -186,6 +193,8 @@ def read_token_traits(call: CapturedCall, batch: MicroBatch, special_tokens: Spe
         has_shifted_labels=has_shifted_labels,
         **({} if labels_BS is None else _describe_labels(labels_BS, ids_BS, real_BS, has_shifted_labels)),
         num_unlabelled=num_unlabelled,
+        num_row_ends=num_row_ends,
+        num_crossing=num_crossing,
         num_of_others=num_of_others,
         num_rows_of_others=num_rows_of_others,
         num_other_side=num_other_side,
@@ -457,6 +466,35 @@ def describe_other_side(traits: Sequence[TokenTraits]) -> str | None:
     return (
         f"labels and tokens are padded on different sides: in {pluralise(number, 'row')} the labels are the row's own "
         "tokens, moved by the length of its padding"
+    )
+
+
+def _count_crossing(batch: MicroBatch) -> tuple[int, int]:
+    """Count the rows with a target in their last place, and those of them whose target is the next row's first token.
+
+    Rows that were cut out of one long text have such targets by right, and the last row has one, too: the token behind
+    the text. Where joined rows are shifted, it has none; where they are rolled, it has the first row's first token.
+    """
+    targets_BS = batch.shift_labels if batch.loss_targets_BS is None else batch.loss_targets_BS
+    if targets_BS is None or batch.num_rows < 2:
+        return 0, 0
+    target_B, first_B = targets_BS[:, -1], batch.sequences_BS[:, 0]
+    has_target_B = target_B != IGNORED_LABEL
+    is_next_B = has_target_B & (target_B == first_B.roll(-1))
+    # One roll of each row gives it its own first token, which is the next row's, too, where all texts begin alike.
+    is_own = bool((target_B == first_B)[has_target_B].all())
+    is_text = bool(has_target_B[-1]) and (is_own or not bool(is_next_B[-1]))
+    return int(has_target_B.sum()), 0 if is_text else int(is_next_B.sum())
+
+
+def describe_crossing(traits: Sequence[TokenTraits]) -> str | None:
+    """Say that each row's last place is to predict the next row's first token; None where it is not."""
+    number = sum(tokens.num_crossing for tokens in traits)
+    if number < _MIN_CROSSING or number != sum(tokens.num_row_ends for tokens in traits):
+        return None
+    return (
+        f"in {pluralise(number, 'row')} the last place is to predict the first token of the next row: labels are "
+        "shifted after the rows are joined (`view(-1)`), not before"
     )
 
 

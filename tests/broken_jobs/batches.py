@@ -35,6 +35,8 @@ def _batch(setup: Setup, generator: torch.Generator, longer: int) -> Batch:
     else:
         lengths = [6 + longer % 4, 12 + longer, 9]
         prompts = [2, 1 + longer % 6, 4]
+    if not setup.has_prompts:
+        prompts = [0] * NUM_ROWS
     return _padded(setup, generator, lengths, prompts)
 
 
@@ -46,6 +48,9 @@ def _padded(setup: Setup, generator: torch.Generator, lengths: list[int], prompt
     for row, (length, prompt) in enumerate(zip(lengths, prompts, strict=True)):
         first = width - length if setup.layout is Layout.LEFT else 0
         tokens_S = torch.randint(1, VOCABULARY, (length,), generator=generator)
+        for name, place in (("bos_token_id", 0), ("eos_token_id", -1)):
+            if (id_ := setup.config.get(name)) is not None:
+                tokens_S[place] = id_
         ids_BS[row, first : first + length] = tokens_S
         mask_BS[row, first : first + length] = 1
         labels_BS[row, first + prompt : first + length] = tokens_S[prompt:]

@@ -6,7 +6,8 @@
     gradients-x10    gradient scale  plain    gradient 9        REPRODUCED    another one   WRONG
     clean-llama      clean           plain                      REPRODUCED    REPRODUCED    ok
 
-A broken job must not be REPRODUCED unless its effect is below what its dtype can carry; a clean one must not DIFFER.
+A broken job must not be REPRODUCED unless its effect is below what its dtype can carry, or a note names what is wrong;
+a clean one must not DIFFER.
 With --twins the unbroken twin of each chosen broken job is replayed in its place, with the same arguments: it must not
 DIFFER, and no cause may be surer than "may be". Exit code 1 where one is not as it must be.
 """
@@ -26,7 +27,7 @@ from threading import Lock
 
 from replay.processes.launch import list_rank_variables, open_rank_store
 from replay.verdict.causes.cause import Sureness
-from tests.broken_jobs.declarations import FaultClass, Job, Kind
+from tests.broken_jobs.declarations import FaultClass, Job, Kind, Objective
 from tests.broken_jobs.effect import Effect, effect_of
 from tests.broken_jobs.table import JOBS, TWINS
 from tests.broken_jobs.traces import traces_of
@@ -54,6 +55,7 @@ class Row:
     is_below: bool  # the effect is below what the job's dtype can carry
     traces: Mapping[str, float] | None  # what of the recording is other than the unbroken job's
     causes: Sequence[Sequence[str]] | None = None  # name and sureness of each, in the verdict's order; None: not told
+    notes: Sequence[str] = ()  # lines under the verdict
 
     @property
     def cause(self) -> str | None:
@@ -70,14 +72,23 @@ class Row:
         return self.cause in job_of(self.job).causes
 
     @property
+    def has_note(self) -> bool:
+        """Does a note say what was planted?"""
+        return any(job_of(self.job).note in note for note in self.notes)
+
+    @property
     def says(self) -> str:
         job = job_of(self.job)
         if self.outcome == "FAILED" or (not job.is_broken and self.outcome == "DIFFERS"):
             return "WRONG"
         if job.twin_of and any(sureness != Sureness.MAY_BE for _, sureness in self.causes or ()):
             return "WRONG"
+        if job.twin_of and job.note and self.has_note:
+            return "WRONG"
         if not job.is_broken:
             return "ok" if self.outcome == "REPRODUCED" else "weak"
+        if job.note:
+            return "ok" if self.has_note else "WRONG"
         if self.outcome != "REPRODUCED":
             return "ok"
         return "below" if self.is_below else "WRONG"
@@ -167,7 +178,7 @@ class Campaign:
             replays.append((FSDP2, []))
         found = []
         for name, arguments in replays:
-            outcome, headline, causes = self._replay(folder, name, arguments)
+            outcome, headline, causes, notes = self._replay(job, folder, name, arguments)
             found.append(
                 Row(
                     job=job.name,
@@ -178,17 +189,19 @@ class Campaign:
                     is_below=is_below,
                     traces=traces,
                     causes=causes,
+                    notes=notes,
                 )
             )
         return found
 
     def _replay(
-        self, folder: Path, name: str, arguments: Sequence[str]
-    ) -> tuple[str, str, Sequence[Sequence[str]] | None]:
-        """Return the outcome, the verdict's line and the causes, as `Row` has them."""
+        self, job: Job, folder: Path, name: str, arguments: Sequence[str]
+    ) -> tuple[str, str, Sequence[Sequence[str]] | None, Sequence[str]]:
+        """Return the outcome, the verdict's line, the causes and the notes, as `Row` has them."""
         logs = folder / "logs" / str(abs(hash((name, *arguments, *self.replay_arguments))))
         shutil.rmtree(logs, ignore_errors=True)
-        command = ["--inputs", str(folder / "captures"), "--model", str(folder / "model"), "--loss", "sft"]
+        command = ["--inputs", str(folder / "captures"), "--model", str(folder / "model")]
+        command += ["--loss", "sft"] if job.setup.objective is Objective.MODEL else []
         adapter = folder / "adapter"
         command += ["--adapter", str(adapter)] if adapter.exists() else []
         command += ["--verdict", "strict", "--quiet", "--timeout", "600", "--log-folder", str(logs)]
@@ -201,10 +214,11 @@ class Campaign:
         runs = sorted(logs.glob("*/run.json"))
         verdict = json.loads(runs[0].read_text()).get("verdict") if runs else None
         if not verdict:
-            return "FAILED", (done.stdout + done.stderr)[-1500:], None
+            return "FAILED", (done.stdout + done.stderr)[-1500:], None, ()
         lines = [line for line in done.stdout.splitlines() if line.startswith("verdict")]
         causes = [(cause["name"], cause["sureness"]) for cause in verdict["causes"]] if "causes" in verdict else None
-        return str(verdict["outcome"]), lines[0].removeprefix("verdict").strip() if lines else "", causes
+        headline = lines[0].removeprefix("verdict").strip() if lines else ""
+        return str(verdict["outcome"]), headline, causes, read_notes(done.stdout)
 
     def _run(self, job: Job, arguments: Sequence[str], folder: Path) -> None:
         """Carry the job out under `capture run`. Its ranks meet as torchrun's would."""
@@ -224,6 +238,19 @@ class Campaign:
                 process.kill()
         if any(codes):
             raise RuntimeError(f"exit codes {codes}, see {folder}/output_rank0.txt: {_error_in(folder)}")
+
+
+def read_notes(output: str) -> list[str]:
+    """Read the notes under a verdict, each in one line."""
+    notes: list[str] = []
+    label = ""
+    for line in output.splitlines():
+        label = line.split(" ")[0] if line[:1].strip() else label
+        if label == "note" and line[:1].strip():
+            notes.append(line.removeprefix("note").strip())
+        elif label == "note":
+            notes[-1] += f" {line.strip()}"
+    return notes
 
 
 def chosen(only: Sequence[str], classes: Sequence[str], kinds: Sequence[str]) -> list[Job]:
@@ -296,7 +323,8 @@ def text_of_causes(rows: Iterable[Row]) -> list[str]:
 
     A job that is replayed in several ways counts once for each.
     """
-    known = [row for row in rows if job_of(row.job).is_broken and not row.is_below and not job_of(row.job).below]
+    broken = [row for row in rows if job_of(row.job).is_broken and job_of(row.job).causes]
+    known = [row for row in broken if not row.is_below and not job_of(row.job).below]
     right = [row for row in known if row.is_right]
     sure = [row for row in right if row.sureness == Sureness.IS]
     likely = [row for row in right if row.sureness == Sureness.PROBABLY]
@@ -335,10 +363,13 @@ def text_of_totals(rows: Sequence[Row]) -> str:
     untraced = dict.fromkeys(row.job for row in broken if row.traces is not None and not row.traces)
     clean = [row for row in rows if job_of(row.job).group == "clean"]
     twins = [row for row in rows if job_of(row.job).twin_of]
-    reproduced = [row for row in broken if row.outcome == "REPRODUCED"]
+    noted = [row for row in broken if job_of(row.job).note]
+    reproduced = [row for row in broken if row.outcome == "REPRODUCED" and row not in noted]
     lines += text_of_causes(rows)
     lines += [
-        f"broken     {len(reproduced)} of {len(broken)} REPRODUCED, "
+        f"noted      {sum(row.has_note for row in noted)} of {len(noted)} whose replay has nothing to differ from: "
+        + (", ".join(row.job for row in noted if not row.has_note) or "none is left"),
+        f"broken     {len(reproduced)} of {len(broken) - len(noted)} others REPRODUCED, "
         f"{sum(row.is_below for row in reproduced)} of them with an effect below the dtype",
         "below      " + ("; ".join(f"{row.job}: {_why_below(row)}" for row in rows if row.says == "below") or "none"),
         f"no trace   in the recording of {len(untraced)} broken jobs: {', '.join(untraced) or 'none'}",

@@ -51,6 +51,7 @@ class FaultClass(StrEnum):
     DTYPE = "dtype"
     WEIGHTS = "weights"
     DROPOUT = "dropout"
+    TARGETS = "targets"
 
 
 class Layout(StrEnum):
@@ -69,6 +70,12 @@ class Weighting(StrEnum):
     SUM = "sum"  # of the means
 
 
+class Objective(StrEnum):
+    MODEL = "model"  # the model's own loss of labels
+    LOOP = "loop"  # the loop's cross entropy of the model's logits, each row's targets shifted by one
+    POLICY = "policy"  # PPO's clipped loss of the labelled tokens, whose parts are noted
+
+
 class Dtype(StrEnum):
     FP32 = "fp32"
     AUTOCAST = "autocast"  # fp32 weights, computed in bf16: the Trainer's bf16=True, FSDP2's mixed precision
@@ -83,6 +90,8 @@ class Setup:
     model: str = "llama"  # of models.MODELS
     config: Mapping[str, Any] = field(default_factory=dict)  # on top of the model's
     layout: Layout = Layout.RIGHT
+    has_prompts: bool = True  # whose tokens have no labels
+    objective: Objective = Objective.MODEL
     passes_position_ids: bool = False  # of padded rows; packed ones always have them
     dtype: Dtype = Dtype.FP32
     num_steps: int = 3
@@ -129,6 +138,8 @@ class Fault:
     model      is given the model once its weights were saved, before it is wrapped
     wrapped    is given what the loop calls
     loss       what is differentiated, of the loss that the loop would differentiate
+    loop_loss  the loop's loss of logits [B, S, V] and labels [B, S], in place of its cross entropy
+    noted      what a policy's loss is computed of, and what is noted, in place of that
     gradients  is given the parameters, with the gradients of a whole step, before they are clipped
     clip       in place of the clipping; returns the norm that the loop believes
     clips_each_pass  to what norm the loop clips after each backward as well
@@ -142,6 +153,8 @@ class Fault:
     model: Callable[[Any], object] | None = None
     wrapped: Callable[[Any], object] | None = None
     loss: Callable[[Tensor, At], Tensor] | None = None
+    loop_loss: Callable[[Tensor, Tensor], Tensor] | None = None
+    noted: Callable[[dict[str, Tensor]], dict[str, Tensor]] | None = None
     gradients: Callable[[Parameters, At], object] | None = None
     clip: Callable[[Parameters, float], Any] | None = None
     clips_each_pass: float | None = None
@@ -158,6 +171,8 @@ class Job:
 
     says        what is broken, or what is notable of a clean one, in one sentence
     causes      the names that are a right answer to what is wrong, the best first; none for a clean job
+    note        what a line under the verdict has to have in it: the replay computes what the job does, wrong as that
+                is, so the verdict is REPRODUCED; empty: a number of the job is wrong
     replays     the arguments of each replay of its recording, on top of those that all have
     as_fsdp2    it is replayed in two processes under FSDP2 too
     is_stepped  its replay is to step as the job did without being asked, so that later steps are judged as well
@@ -175,6 +190,7 @@ class Job:
     as_fsdp2: bool = False
     is_stepped: bool = False
     causes: Sequence[CauseName] = ()
+    note: str = ""
     below: str = ""
     twin_of: str = ""
 

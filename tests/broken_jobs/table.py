@@ -1,4 +1,4 @@
-"""The jobs: broken ones in eleven classes, each with the names of its true cause, and clean ones, by name.
+"""The jobs: broken ones in twelve classes, each with the names of its true cause, and clean ones, by name.
 
 The causes say what was planted, by whoever planted it; what the verdict can see of it does not matter here.
 """
@@ -12,6 +12,7 @@ from tests.broken_jobs import faults as f
 from tests.broken_jobs.declarations import Dtype, Fault, FaultClass, Job, Kind, Layout, Setup, Weighting
 from tests.broken_jobs.further_jobs import FURTHER_JOBS
 from tests.broken_jobs.lines import broken_jobs, clean_jobs
+from tests.broken_jobs.quiet_jobs import QUIET_JOBS
 
 PLAIN, TRAINER, TRAINER_DDP, DDP = Kind.PLAIN, Kind.TRAINER, Kind.TRAINER_DDP, Kind.DDP
 FSDP2, ZERO1, ZERO2, ZERO3 = Kind.FSDP2, Kind.ZERO1, Kind.ZERO2, Kind.ZERO3
@@ -411,7 +412,7 @@ _CLEAN = clean_jobs(
 _ALL = [
     *_GRADIENT_SCALE, *_DETACHED, *_REDUCTION, *_WEIGHTING, *_MASKING,
     *_POSITIONS, *_KERNEL, *_OPTIMIZER, *_DTYPE, *_WEIGHTS, *_CLEAN,
-    *FURTHER_JOBS,
+    *FURTHER_JOBS, *QUIET_JOBS,
 ]  # fmt: skip
 JOBS: Mapping[str, Job] = {job.name: job for job in _ALL}
 assert len(JOBS) == len(_ALL)

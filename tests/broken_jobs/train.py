@@ -1,7 +1,8 @@
 """Carries a job of the table out: python train.py FOLDER NAME [--unbroken [--eager]]
 
 `FOLDER/model` gets the weights that its user believes it trained (of the step that is replayed), and
-`FOLDER/numbers_rank<r>.pt` what it computed, for tests/broken_jobs/effect.py. Nothing here tells capture anything.
+`FOLDER/numbers_rank<r>.pt` what it computed, for tests/broken_jobs/effect.py. Nothing here tells capture anything, but
+what the loss of a policy is computed of.
 """
 
 import math
@@ -15,10 +16,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 
+import capture
 from tests.broken_jobs.batches import Batch, num_labels, windows_of
-from tests.broken_jobs.declarations import At, Dtype, Fault, Job, Kind, Parameters, Setup, Weighting
+from tests.broken_jobs.declarations import At, Dtype, Fault, Job, Kind, Objective, Parameters, Setup, Weighting
 from tests.broken_jobs.further_faults import add_to_averages, copy_into
 from tests.broken_jobs.models import make_model, with_other_config
 from tests.broken_jobs.table import JOBS
@@ -39,13 +42,18 @@ class Numbers:
     gradients: list[dict[str, Tensor]] = field(default_factory=list)
     moved: dict[str, Tensor] = field(default_factory=dict)  # how far the weights went in all steps
 
-    def add_pass(self, output: Any, batch: Mapping[str, Tensor], *, divisor: float | None) -> None:
-        """The model's own loss as the mean over its labels; `divisor` is what it divided their sum by instead."""
+    def add_pass(
+        self, output: Any, batch: Mapping[str, Tensor], *, divisor: float | None, loss: Tensor | None = None
+    ) -> None:
+        """The loss as the mean over the labels; `divisor` is what the model divided their sum by instead.
+
+        loss  that of the loop; None: the model's own
+        """
         logits_BSV = output.logits.detach().float()
         labels_BS = batch["labels"][:, 1:]
         found_BS = logits_BSV[:, :-1].log_softmax(-1).gather(-1, labels_BS.clamp(min=0)[..., None])[..., 0]
         times = 1.0 if divisor is None else divisor / num_labels(dict(batch))
-        self.losses.append(float(output.loss.detach()) * times)
+        self.losses.append(float((output.loss if loss is None else loss).detach()) * times)
         self.log_probs.append(found_BS[labels_BS != IGNORED])
 
     def add_step(self, gradients: dict[str, Tensor], norm: float) -> None:
@@ -398,11 +406,19 @@ def _loss_of(called: Any, batch: Batch, run: Run, at: At) -> Tensor:
     """
     setup = run.setup
     divided = at.world_size * (setup.accumulation if run.job.kind.zero_stage else 1)
-    more: dict[str, Any] = {"num_items_in_batch": at.window_tokens} if setup.weighting is Weighting.TOKENS else {}
+    is_divided = setup.weighting is Weighting.TOKENS and setup.objective is Objective.MODEL
+    more: dict[str, Any] = {"num_items_in_batch": at.window_tokens} if is_divided else {}
     with _autocast(run):
-        output = called(**batch, **more)
-        loss: Tensor = output.loss
-    run.numbers.add_pass(output, batch, divisor=more.get("num_items_in_batch"))
+        if setup.objective is Objective.MODEL:
+            output = called(**batch, **more)
+            loss: Tensor = output.loss
+        else:
+            output = called(**{name: tensor for name, tensor in batch.items() if name != "labels"})
+            if setup.objective is Objective.POLICY:
+                loss = _policy_loss(output.logits, batch, run, at)
+            else:
+                loss = (run.fault.loop_loss or _cross_entropy)(output.logits, batch["labels"])
+    run.numbers.add_pass(output, batch, divisor=more.get("num_items_in_batch"), loss=loss)
     match setup.weighting:
         case Weighting.TOKENS:
             loss = loss * divided
@@ -413,6 +429,32 @@ def _loss_of(called: Any, batch: Batch, run: Run, at: At) -> Tensor:
         case Weighting.SUM if run.job.kind.zero_stage:
             loss = loss * setup.accumulation
     return loss if run.fault.loss is None else run.fault.loss(loss, at)
+
+
+def _cross_entropy(logits_BSV: Tensor, labels_BS: Tensor) -> Tensor:
+    return F.cross_entropy(logits_BSV[:, :-1].flatten(0, 1), labels_BS[:, 1:].flatten())
+
+
+def _policy_loss(logits_BSV: Tensor, batch: Batch, run: Run, at: At) -> Tensor:
+    """PPO's loss (https://arxiv.org/abs/1707.06347, equation 7); the old policy and the reference are near this one."""
+    generator = torch.Generator().manual_seed(1000 * at.rank + 10 * at.step + at.number)
+    ids_BA = batch["input_ids"][:, 1:]
+    log_probs_BA = logits_BSV[:, :-1].log_softmax(-1).gather(-1, ids_BA[..., None])[..., 0]
+    size = tuple(ids_BA.shape)
+    noted = {
+        "action_mask": batch["labels"][:, 1:] != IGNORED,
+        "advantages": torch.randn(size[0], 1, generator=generator).expand(size),
+        "old_log_probs": log_probs_BA.detach() + 0.1 * torch.randn(size, generator=generator),
+        "ref_log_probs": log_probs_BA.detach() + 0.5 * torch.randn(size, generator=generator),
+    }
+    if run.fault.noted is not None:
+        noted = run.fault.noted(noted)
+    capture.note(**noted)
+    ratio_BA = (log_probs_BA - noted["old_log_probs"]).exp()
+    losses_BA = -torch.min(ratio_BA * noted["advantages"], ratio_BA.clamp(0.8, 1.2) * noted["advantages"])
+    loss = losses_BA[noted["action_mask"]].mean()
+    capture.note(loss=loss)
+    return loss
 
 
 def _autocast(run: Run) -> AbstractContextManager[Any]:

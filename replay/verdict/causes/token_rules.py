@@ -3,7 +3,7 @@
 from replay.verdict.causes.cause import Cause, CauseName, Sureness
 from replay.verdict.causes.evidence import CauseEvidence, CauseRule, name_time
 from replay.verdict.causes.trial_rules import EXPLAINED
-from replay.verdict.token_traits import TokenTraits, describe_inverted_mask, describe_other_side
+from replay.verdict.token_traits import TokenTraits, describe_crossing, describe_inverted_mask, describe_other_side
 
 
 def find_mask_of_padding(evidence: CauseEvidence) -> Cause | None:
@@ -36,6 +36,21 @@ def find_labels_of_other_side(evidence: CauseEvidence) -> Cause | None:
     )
 
 
+def find_targets_of_next_rows(evidence: CauseEvidence) -> Cause | None:
+    """Tell that the last place of each row is trained on the first token of the next one."""
+    first = evidence.first_wrong
+    text = describe_crossing(_list_token_traits(evidence))
+    if first is None or text is None:
+        return None
+    return Cause(
+        name=CauseName.OTHER_TOKENS,
+        sureness=Sureness.IS,
+        sentence=f"{text}, {name_time(first)}",
+        try_next="in the job's loss shift each row: logits[:, :-1] against labels[:, 1:]",
+        explains=EXPLAINED,
+    )
+
+
 def _list_token_traits(evidence: CauseEvidence) -> list[TokenTraits]:
     """List the tokens of the passes that train."""
     passes = (compared.recorded for compared in evidence.passes if compared.recorded.trains)
@@ -56,5 +71,12 @@ RULES = (
         means="labels are padded on the other side than the tokens",
         told_by="labels that are their row's own tokens, moved by the length of its padding",
         job="labels-on-other-side",
+    ),
+    CauseRule(
+        name=CauseName.OTHER_TOKENS,
+        find=find_targets_of_next_rows,
+        means="the last place of a row is trained on the first token of the next row",
+        told_by="the targets of the job's loss in the rows' last places, which are the next rows' first tokens",
+        job="shifted-across-rows",
     ),
 )

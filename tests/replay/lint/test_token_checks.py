@@ -251,6 +251,42 @@ def test_a_last_token_that_is_to_predict_the_row_s_first_one_is_said() -> None:
     assert say([make_pass(batch)]) == []
 
 
+def shift_joined(ids_BS: Tensor, *, last: int = IGNORED) -> Tensor:
+    """Labels of rows that were joined before they were shifted; `last` is that of the last place."""
+    return torch.cat([ids_BS.flatten()[1:], torch.tensor([last])]).view_as(ids_BS)
+
+
+@pytest.mark.parametrize("begins_alike", [True, False])
+@pytest.mark.parametrize("is_gradient", [True, False])
+def test_a_last_place_that_is_to_predict_the_next_row_is_said(is_gradient: bool, begins_alike: bool) -> None:
+    """Both of labels that the job gave, and of those that its gradient tells; padded rows have the next row's token, too."""
+    rows = make_rows([12, 9, 12])
+    if begins_alike:
+        rows["input_ids"][:, 0] = 700
+    ids_BS = rows["input_ids"]
+    labels_BS = shift_joined(ids_BS.masked_fill(rows["attention_mask"] == 0, IGNORED))
+
+    def say_of(targets_BS: Tensor) -> list[str]:
+        given = {} if is_gradient else {"shift_labels": targets_BS}
+        notes = {LOSS_TARGETS: targets_BS} if is_gradient else {}
+        tensors = {**given, **{name: rows[name] for name in ("input_ids", "attention_mask")}}
+        return [text for text in say([make_pass(tensors, notes=notes)]) if "first token of the next row" in text]
+
+    said = (
+        "labels: in 2 rows the last place is to predict the first token of the next row: labels are shifted after the "
+        "rows are joined (`view(-1)`), not before"
+    )
+    assert say_of(labels_BS) == [said]
+    # Rolled, the last row's last place has the first row's first token.
+    rolled = [said.replace("2 rows", "3 rows")]
+    assert say_of(shift_joined(ids_BS, last=int(ids_BS[0, 0]))) == ([] if begins_alike else rolled)
+    # Rows of one long text go on in the next row, and the last one in a token that is in no row.
+    assert say_of(shift_joined(ids_BS, last=777)) == []
+    assert say_of(labels_BS.masked_fill(torch.arange(12) == 11, IGNORED)) == []
+    labels_BS[0, -1] += 1
+    assert say_of(labels_BS) == []
+
+
 def begin_rows_with(*tokens: int) -> Batch:
     rows = make_rows([14] * 5)
     rows["input_ids"][:, : len(tokens)] = torch.tensor(tokens)

@@ -3,11 +3,17 @@
 from dataclasses import replace
 
 import pytest
+import torch
 
+from capture.file_format.micro_batch import LOSS_TARGETS
 from replay.tolerances.job_bounds import LOSS
 from replay.verdict.causes.cause import CauseName, Sureness
 from replay.verdict.causes.table import find_causes
-from replay.verdict.causes.token_rules import find_labels_of_other_side, find_mask_of_padding
+from replay.verdict.causes.token_rules import (
+    find_labels_of_other_side,
+    find_mask_of_padding,
+    find_targets_of_next_rows,
+)
 from replay.verdict.recorded_pass import RecordedPass
 from tests.replay.lint.recorded import make_pass, make_rows, say
 from tests.replay.verdict.causes.made_evidence import draw_gradients, make_forward_evidence, make_window
@@ -45,3 +51,16 @@ def test_labels_that_are_padded_on_the_other_side_are_told_from_those_of_other_t
         assert (cause is not None) is says
         # The longest row has no padding.
         assert any("in 3 rows the labels are the row's own tokens" in text for text in say([recorded])) is says
+
+
+@pytest.mark.parametrize("crosses", [True, False])
+def test_targets_of_the_next_rows_are_told_from_those_of_each_row(crosses: bool) -> None:
+    ids_BS = make_rows([12, 12, 12])["input_ids"]
+    targets_BS = ids_BS.roll(-1, 1)
+    targets_BS[:, -1] = torch.tensor([*ids_BS[1:, 0], -100]) if crosses else -100
+    evidence = make_forward_evidence(LOSS)
+    [compared] = make_window([SOUND], SOUND)
+    recorded = make_pass({"input_ids": ids_BS}, notes={LOSS_TARGETS: targets_BS})
+    cause = find_targets_of_next_rows(replace(evidence, passes=[replace(compared, recorded=recorded)]))
+    assert (cause is not None) is crosses
+    assert cause is None or cause.sentence.startswith("in 2 rows the last place is to predict the first token of the")
