@@ -6,7 +6,6 @@ A setting that was typed takes the place of the job's in every step, as a learni
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import product
 from typing import Any
 
 from actor_init.declarations.backends import list_whole_backend
@@ -26,7 +25,7 @@ from capture.file_format.optimizer_step import OptimizerStep, merge_equal_settin
 from replay.output.text import pluralise
 from replay.resolution.job_windows import JobWindow
 from replay.verdict.job_clipping import infer_own_clipping_limit
-from replay.verdict.optimizer_comparison import FAMILY, LABELS, format_value
+from replay.verdict.optimizer_comparison import FAMILY, describe_difference_of_ranks
 from replay.verdict.recorded_pass import match_parameter_name
 
 
@@ -200,36 +199,8 @@ def _merge_groups(steps: Sequence[OptimizerStep]) -> list[dict[str, Any]]:
 def _explain_other_settings(window: JobWindow, step_name: str) -> str | None:
     """Say that two ranks of the job stepped a parameter with different settings; None if none are known to have."""
     ranks = list(dict.fromkeys(job_pass.rank for job_pass in window.passes))
-    first, *others = zip(ranks, window.steps, strict=False) if ranks else [(0, window.steps[0])]
-    for rank, step in others:
-        for groups in product(first[1].settings, step.settings):
-            names = _list_differing_settings(*groups)
-            if names and _have_common_parameters(*map(_read_members, (first[1], step), groups)):
-                values = [format_value(group.get(names[0])) for group in groups]
-                setting = f"{LABELS.get(names[0], names[0])} {values[0]} on rank {first[0]}, {values[1]} on rank {rank}"
-                return f"the ranks' optimizers have other settings in {step_name}: {setting}"
-    return None
-
-
-def _list_differing_settings(group: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
-    """List the settings in which two groups differ."""
-    names = dict.fromkeys([*group, *other])
-    return [
-        name for name in names if name not in ("num_parameters", "parameters") and group.get(name) != other.get(name)
-    ]
-
-
-def _read_members(step: OptimizerStep, group: Mapping[str, Any]) -> frozenset[int] | None:
-    """Return the numbers of a group's parameters, none where they are not known; None: it has all of them."""
-    if "parameters" not in group and len(step.settings) == 1:
-        return None
-    return frozenset(parse_numbers(group.get("parameters", "")))
-
-
-def _have_common_parameters(members: frozenset[int] | None, others: frozenset[int] | None) -> bool:
-    if members is None or others is None:
-        return members != frozenset() and others != frozenset()
-    return not members.isdisjoint(others)
+    difference = describe_difference_of_ranks(list(zip(ranks, window.steps, strict=False)))
+    return None if difference is None else f"the ranks' optimizers have other settings in {step_name}: {difference}"
 
 
 def _find_family(settings: Mapping[str, Any], step: OptimizerStep, actor: ActorSpec) -> OptimizerDeclaration:

@@ -38,6 +38,8 @@ from replay.verdict.recorded_pass import MOVED, OPTIMIZER, WEIGHTING, Claim, Rec
 
 MAX_LISTED_SHARES = 8
 ROUNDING_HIDES = "rounding hides it"
+RANKS_DIFFER = "the ranks' optimizers have other settings in"
+SETTINGS_OF_RANKS = "no replay takes a step with several settings at once"
 
 
 class FindingStatus(StrEnum):
@@ -307,6 +309,18 @@ def report_miscounted_steps(number: int, counted: int, counted_later: int) -> Fi
         is_evidence=False,
         values_as_text=f"the optimizer had counted {pluralise(counted, 'step')} before step {number + 1}, and "
         f"{counted_later} before step {number + 2}",
+    )
+
+
+def report_settings_of_ranks(number: int, difference: str) -> Finding:
+    """Report that the job's ranks, which hold whole models, took its step `number`, from 0, with other settings."""
+    return Finding(
+        name=OPTIMIZER,
+        status=FindingStatus.UNSETTLED,
+        recorded=math.nan,
+        doubt=SETTINGS_OF_RANKS,
+        is_evidence=False,
+        values_as_text=f"{RANKS_DIFFER} step {number + 1}: {difference}",
     )
 
 

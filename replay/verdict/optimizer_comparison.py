@@ -2,13 +2,14 @@
 
 import math
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from itertools import product
 from typing import Any
 
 from actor_init.declarations.optimizers import OPTIMIZERS, explain_unknown_class, read_job_group, recognise_group
 from actor_init.declarations.optimizers.declaration import JobGroup
 from actor_init.declarations.optimizers.user_function import USER_FUNCTION, drop_unknown
 from actor_init.spec import ActorSpec
-from capture.file_format.optimizer_step import OptimizerStep
+from capture.file_format.optimizer_step import OptimizerStep, parse_numbers
 from replay.options.option_parsing import format_error_with_flags
 
 # Among the settings that a replay follows: groups are stepped by the families that the job stepped them by.
@@ -163,6 +164,43 @@ def _is_same(value: Any, other: Any) -> bool:
     if isinstance(value, int | float) and isinstance(other, int | float):
         return math.isclose(value, other, rel_tol=1e-6, abs_tol=1e-30)
     return bool(value == other)
+
+
+def describe_difference_of_ranks(steps: Sequence[tuple[int, OptimizerStep]]) -> str | None:
+    """Describe a setting in which two ranks stepped a parameter differently; None if none are known to have.
+
+    steps  one step of the job, by rank
+    """
+    for rank, step in steps[1:]:
+        first_rank, first_step = steps[0]
+        for groups in product(first_step.settings, step.settings):
+            names = _list_differing_settings(*groups)
+            if names and _have_common_parameters(*map(_read_members, (first_step, step), groups)):
+                values = [format_value(group.get(names[0])) for group in groups]
+                label = LABELS.get(names[0], names[0])
+                return f"{label} {values[0]} on rank {first_rank}, {values[1]} on rank {rank}"
+    return None
+
+
+def _list_differing_settings(group: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
+    """List the settings in which two groups differ."""
+    names = dict.fromkeys([*group, *other])
+    return [
+        name for name in names if name not in ("num_parameters", "parameters") and group.get(name) != other.get(name)
+    ]
+
+
+def _read_members(step: OptimizerStep, group: Mapping[str, Any]) -> frozenset[int] | None:
+    """Return the numbers of a group's parameters, none where they are not known; None: it has all of them."""
+    if "parameters" not in group and len(step.settings) == 1:
+        return None
+    return frozenset(parse_numbers(group.get("parameters", "")))
+
+
+def _have_common_parameters(members: frozenset[int] | None, others: frozenset[int] | None) -> bool:
+    if members is None or others is None:
+        return members != frozenset() and others != frozenset()
+    return not members.isdisjoint(others)
 
 
 def format_value(value: Any) -> str:

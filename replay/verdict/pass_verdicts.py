@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from replay.tolerances.difference import UNIT_ROUNDOFF, is_coarse, roundoff
 from replay.verdict.dropout_masks import PROVEN_MASKS, MaskStatus, is_about_masks
-from replay.verdict.findings import ROUNDING_HIDES, FindingStatus, VerdictSettings, list_dtypes
+from replay.verdict.findings import ROUNDING_HIDES, SETTINGS_OF_RANKS, FindingStatus, VerdictSettings, list_dtypes
 from replay.verdict.gradient_findings import ComparedPass
 from replay.verdict.outcomes import (
     FAILED,
@@ -16,7 +16,12 @@ from replay.verdict.outcomes import (
     Outcome,
     PassVerdict,
 )
-from replay.verdict.pass_weights import find_miscounted_steps, find_unmoved_weights, merge_comparisons
+from replay.verdict.pass_weights import (
+    find_miscounted_steps,
+    find_settings_of_ranks,
+    find_unmoved_weights,
+    merge_comparisons,
+)
 from replay.verdict.pass_windows import group_into_windows
 from replay.verdict.recorded_pass import MISSING_GRADIENT
 
@@ -80,7 +85,8 @@ def _decide_outcome(
     REPRODUCED   a number agrees and is evidence
     CANNOT TELL  nothing that was recorded is evidence
 
-    After steps that nobody asked for, CANNOT TELL stands in place of UNSETTLED.
+    After steps that nobody asked for, CANNOT TELL stands in place of UNSETTLED, but for settings that are not the same
+    on all ranks of the job: no step of the replay has a part in that.
 
     replay_draws_job_masks  some pass has shown that the replay draws the job's dropout masks
 
@@ -131,6 +137,8 @@ def _decide_outcome(
         return unsettled_outcome, f"{difference}, but {doubt}"
     if differing:
         return Outcome.DIFFERS, None
+    if any(finding.doubt == SETTINGS_OF_RANKS for finding in unsettled):
+        return Outcome.UNSETTLED, SETTINGS_OF_RANKS
     if unsettled:
         return unsettled_outcome, unsettled[0].doubt
     if any(finding.agrees and finding.is_evidence for finding in findings):
@@ -225,6 +233,7 @@ def _judge_window(
         *window[-1].step_findings,
         *find_unmoved_weights(window, compared_passes, settings),
         *find_miscounted_steps(window, compared_passes, settings),
+        *find_settings_of_ranks(window),
     ]
     if not findings:
         return None

@@ -16,6 +16,7 @@ from replay.verdict.findings import (
     VerdictSettings,
     list_dtypes,
     report_miscounted_steps,
+    report_settings_of_ranks,
     report_unmoved_weights,
 )
 from replay.verdict.gradient_findings import (
@@ -23,7 +24,7 @@ from replay.verdict.gradient_findings import (
     explain_unjudged_gradient,
     list_step_differences,
 )
-from replay.verdict.optimizer_comparison import find_step_dtype
+from replay.verdict.optimizer_comparison import describe_difference_of_ranks, find_step_dtype
 from replay.verdict.optimizer_facts import read_step_count
 from replay.verdict.pass_windows import group_into_windows
 from replay.verdict.recorded_pass import RecordedPass, WeightComparison
@@ -295,6 +296,20 @@ def find_miscounted_steps(
     if counted is None or counted_later is None:
         return []
     return [report_miscounted_steps(step.number, counted, counted_later)] if counted_later > counted + 1 else []
+
+
+def find_settings_of_ranks(window: Sequence[ComparedPass]) -> list[Finding]:
+    """Report that ranks which hold whole models stepped them with other settings: the models come apart."""
+    if any(compared.recorded.weight_comparison.is_sharded for compared in window):
+        return []
+    steps = {
+        compared.recorded.rank: compared.recorded.step_after
+        for compared in window
+        if compared.recorded.step_after is not None
+    }
+    by_rank = [(rank, step) for rank, step in steps.items() if rank is not None and step is not None]
+    difference = describe_difference_of_ranks(by_rank)
+    return [] if difference is None else [report_settings_of_ranks(by_rank[0][1].number, difference)]
 
 
 def _merge_samples_at(compared_passes: Sequence[ComparedPass], num_steps: int) -> WeightComparison:

@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from tests.broken_jobs.declarations import At, Fault, Parameters
@@ -53,6 +54,17 @@ def optimizer_of_frozen_parameters() -> Fault:
             group["params"] = frozen
 
     return Fault(model=collect, optimizer=give)
+
+
+def setting_of_last_rank(name: str, value: Any) -> Any:
+    """One setting of the optimizer is another one on the last rank."""
+
+    def breaks(optimizer: Any) -> None:
+        if dist.get_rank() == dist.get_world_size() - 1:
+            for group in optimizer.param_groups:
+                group[name] = value
+
+    return breaks
 
 
 def cast_and_back(at_step: int) -> GradientPatch:

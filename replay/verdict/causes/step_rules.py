@@ -6,7 +6,7 @@ from replay.verdict.causes.cause import Cause, CauseName, Sureness
 from replay.verdict.causes.evidence import CauseEvidence, CauseRule, name_time
 from replay.verdict.causes.model_rules import FORWARD_FINDINGS
 from replay.verdict.cleared_passes import find_cleared_passes
-from replay.verdict.findings import Finding
+from replay.verdict.findings import RANKS_DIFFER, Finding
 from replay.verdict.gradient_findings import list_steps
 from replay.verdict.optimizer_facts import (
     StateFactKind,
@@ -163,6 +163,21 @@ def find_other_optimizer(evidence: CauseEvidence) -> Cause | None:
     )
 
 
+def find_settings_of_ranks(evidence: CauseEvidence) -> Cause | None:
+    """Tell that the job's ranks, which hold whole models, stepped them with other settings."""
+    for verdict, finding in evidence.wrong:
+        said = str(finding.values_as_text)
+        if finding.name == OPTIMIZER and said.startswith(RANKS_DIFFER):
+            return Cause(
+                name=CauseName.OPTIMIZER,
+                sureness=Sureness.IS,
+                sentence=f"{said}: each rank holds a whole model, and these come apart from there on",
+                try_next="make every rank's optimizer and schedule alike, and step them as often",
+                explains=EXPLAINED if verdict is evidence.first_wrong else (),
+            )
+    return None
+
+
 def find_other_moments(evidence: CauseEvidence) -> Cause | None:
     """Tell that the optimizer's moments are of another gradient than the one that was recorded, which agrees."""
     wrong = evidence.find_wrong(OPTIMIZER_STATE)
@@ -292,6 +307,13 @@ RULES = (
         means="the optimizer's state was lost, is an older one, or has counted other steps than it took",
         told_by="the optimizer's own count of steps, recorded at each step",
         job="stale-state",
+    ),
+    CauseRule(
+        name=CauseName.OPTIMIZER,
+        find=find_settings_of_ranks,
+        means="the job's ranks step with other settings, so that their models come apart",
+        told_by="the settings of each rank's optimizer, recorded at each step",
+        job="ddp-rates-of-ranks",
     ),
     CauseRule(
         name=CauseName.OPTIMIZER,

@@ -19,10 +19,12 @@ from replay.verdict.causes.step_rules import (
     find_other_optimizer,
     find_other_state,
     find_repeated_steps,
+    find_settings_of_ranks,
     find_untaken_passes,
 )
-from replay.verdict.findings import judge_number
+from replay.verdict.findings import FindingStatus, judge_number
 from replay.verdict.pass_weights import find_miscounted_steps
+from replay.verdict.pass_weights import find_settings_of_ranks as find_settings_of_rank_windows
 from replay.verdict.recorded_pass import MISSING_GRADIENT, OPTIMIZER, OPTIMIZER_STATE
 from tests.replay.verdict.causes.made_evidence import (
     SETTINGS,
@@ -79,6 +81,39 @@ def test_uneven_counts_of_the_last_recorded_step_may_be_of_steps_behind_it(
     assert cause is not None
     assert (cause.name, cause.sureness, cause.explains) == (name, sureness, EXPLAINED)
     assert (find_other_moments(evidence) is None) is (name is CauseName.STEPS_SKIPPED)
+
+
+@pytest.mark.parametrize("is_sharded", [False, True])
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ([{"lr": 0.5}, {"lr": 0.25}], "learning rate 0.5 on rank 0, 0.25 on rank 1"),
+        ([{"lr": 0.5, "weight_decay": 0.1}, {"lr": 0.5}], "weight decay 0.1 on rank 0, nothing on rank 1"),
+        ([{"lr": 0.5}, {"lr": 0.5}], ""),
+        # Each rank steps parameters of its own.
+        ([{"lr": 0.5, "parameters": "0"}, {"lr": 0.25, "parameters": "1"}], ""),
+    ],
+)
+def test_ranks_that_hold_whole_models_and_step_with_other_settings(
+    settings: Sequence[dict[str, Any]], says: str, is_sharded: bool
+) -> None:
+    window = []
+    for compared, group in zip(make_window([SOUND, SOUND], SOUND), settings, strict=True):
+        step = compared.recorded.step_after
+        assert step is not None
+        comparison = replace(compared.recorded.weight_comparison, is_sharded=is_sharded)
+        step = replace(step, settings=[{"num_parameters": 1, **group}])
+        window.append(
+            replace(compared, recorded=replace(compared.recorded, step_after=step, weight_comparison=comparison))
+        )
+    findings = find_settings_of_rank_windows(window)
+    evidence = replace(make_forward_evidence(), verdicts=[make_verdict(1, findings, optimizer_step=0)])
+    cause = find_settings_of_ranks(evidence)
+    assert [cause is not None, bool(findings)] == [bool(says) and not is_sharded] * 2
+    if cause is not None:
+        assert (cause.name, cause.sureness) == (CauseName.OPTIMIZER, Sureness.IS)
+        assert f" in step 1: {says}: " in cause.sentence
+        assert findings[0].status is FindingStatus.UNSETTLED
 
 
 def test_an_optimizer_without_a_state_had_counted_no_step() -> None:
