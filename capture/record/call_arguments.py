@@ -5,8 +5,7 @@ A tensor inside a list, tuple or dict gets a dotted name: `position_embeddings.0
 
 import inspect
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor, nn
 
@@ -20,8 +19,7 @@ _CACHE_NAMES = ("past_key_values", "cache_params")
 ValueT = TypeVar("ValueT")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CallArguments:
+class CallArguments(NamedTuple):
     """A forward's arguments by name.
 
     tensors       the job's own tensors, not copied
@@ -30,10 +28,10 @@ class CallArguments:
     empty_caches  those names in `left_out` that are key-value caches without a token
     """
 
-    tensors: dict[str, Tensor] = field(default_factory=dict)
-    call_facts: dict[str, object] = field(default_factory=dict)
-    left_out: dict[str, str] = field(default_factory=dict)
-    empty_caches: set[str] = field(default_factory=set)
+    tensors: dict[str, Tensor]
+    call_facts: dict[str, object]
+    left_out: dict[str, str]
+    empty_caches: set[str]
 
     def rename(self, names: Mapping[str, str]) -> "CallArguments":
         """Return the same arguments with new names, where `names` maps old ones to new ones."""
@@ -85,7 +83,7 @@ def find_forward_signature(model: nn.Module) -> inspect.Signature:
 
 def sort_arguments(signature: inspect.Signature, args: tuple[Any, ...], kwargs: Mapping[str, object]) -> CallArguments:
     """Sort the arguments of a call. Raises TypeError where positional arguments do not fit the signature."""
-    arguments = CallArguments()
+    arguments = CallArguments(tensors={}, call_facts={}, left_out={}, empty_caches=set())
     # Where every argument has a name already, leaving out the binding takes half the time.
     if not args:
         for name, value in kwargs.items():

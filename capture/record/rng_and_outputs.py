@@ -141,7 +141,7 @@ class RandomSnapshot(NamedTuple):
             "torch": {"cpu": bytes(view_bytes(self.torch.cpu))},
         }
         if self.torch.cuda is not None:
-            states["torch"]["cuda"] = bytes(view_bytes(self.torch.cuda))
+            states["torch"]["cuda"] = self.torch.cuda
         if self.numpy is not None:
             states["numpy"] = {
                 "algorithm": str(self.numpy["bit_generator"]),

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta, timezone
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -58,8 +58,7 @@ class RecordingOpened:
     world_size: int
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PassSnapshot:
+class PassSnapshot(NamedTuple):
     """A forward's arguments on the host, and what was read where it began.
 
     make_origin     is called in the background, since it takes a while
