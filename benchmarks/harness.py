@@ -7,7 +7,6 @@ what it was measured and with which arguments. The next call goes on after the l
 import argparse
 import json
 import os
-import random
 import re
 import signal
 import subprocess
@@ -111,13 +110,14 @@ class Column(NamedTuple):
 def alternate(
     contestants: Mapping[str, Contestant], answers: Answers, *, rounds: int, warmup: int = 1
 ) -> dict[str, list[Sample]]:
-    """Measure each contestant once a round, in an order drawn anew; return the samples of each, round by round.
+    """Measure each contestant once a round; return the samples of each, round by round.
 
-    Every call begins with `warmup` rounds that do not count. All ranks draw the same order.
+    Every second round has them in the reverse order: what grows steadily, as a device's temperature does, favours none.
+    Every call begins with `warmup` rounds that do not count.
     """
 
     def measure(number: int) -> dict[str, list[Sample]]:
-        order = random.Random(number).sample(list(contestants), len(contestants))
+        order = list(contestants) if number % 2 == 0 else list(reversed(contestants))
         measured = {name: list(contestants[name](number)) for name in order}
         return {name: measured[name] for name in contestants}
 

@@ -25,7 +25,7 @@ class Scale:
     """Models and sizes of the questions; `tiny` is the config that stands for all of them on a CPU."""
 
     share: float = 1.0  # of the layers
-    rounds: int = 3
+    rounds: int = 4
     tokens: int = 8192
     passes: str = ""
     steps: int = 480

@@ -180,10 +180,18 @@ class ModelDevices:
     def __init__(self, model: nn.Module) -> None:
         self._model = weakref.ref(model)
         self._accelerators: list[torch.device] | None = None
+        # Devices of passes by the number of their arguments' device, which costs less to read; -1 stands for the CPU.
+        self._known: dict[int, torch.device] = {}
 
     def find(self, tensors: Mapping[str, Tensor]) -> torch.device:
         """Find the device of a pass: that of its arguments, or the model's, to which DDP or FSDP moves arguments."""
-        device = next(iter(tensors.values())).device if tensors else torch.device("cpu")
+        first = next(iter(tensors.values()), None)
+        number = -1 if first is None else first.get_device()
+        if number not in self._known:
+            self._known[number] = self._find(torch.device("cpu") if first is None else first.device)
+        return self._known[number]
+
+    def _find(self, device: torch.device) -> torch.device:
         if self._accelerators is None:
             model = self._model()
             devices = {parameter.device for parameter in model.parameters()} if model is not None else set()
