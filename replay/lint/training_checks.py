@@ -35,6 +35,8 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 _MIN_MOMENTS = 4
 # The mean of two values of bf16 is one, too, in about half of all cases.
 _MIN_SUMS = 16
+# One pass may be of a group of equal answers.
+_MIN_WITHOUT_ADVANTAGE = 2
 # Fewer steps show no schedule.
 _MIN_RATES = 3
 # By how many steps a schedule may be ahead of its optimizer.
@@ -65,6 +67,7 @@ def check_training(subject: LintSubject) -> Iterator[LintRemark]:
     yield from _check_mode(subject)
     yield from _check_rollouts(subject)
     yield from _check_reference(subject)
+    yield from _check_advantages(subject)
     yield from _check_random_states(subject)
     yield from _check_precision(subject)
     yield from _check_reduction(subject)
@@ -350,6 +353,21 @@ def _check_reference(subject: LintSubject) -> Iterator[LintRemark]:
             "are meant for a reference, the adapter was on (`with model.disable_adapter():`)",
             weight=Weight.FACT,
         )
+
+
+def _check_advantages(subject: LintSubject) -> Iterator[LintRemark]:
+    """Say so where the advantages of passes are 0: all rewards of a group are alike, or the reward is constant."""
+    known = [recorded.largest_advantage for recorded in subject.trained if recorded.largest_advantage is not None]
+    number = sum(value == 0 for value in known)
+    if number < _MIN_WITHOUT_ADVANTAGE or 2 * number < len(known):
+        return
+    yield LintRemark(
+        topic="advantages",
+        text=f"all are 0 in {number} of {pluralise(len(known), 'training pass')}, whose policy loss then trains "
+        "nothing: does each answer of a prompt have one and the same reward?",
+        # Some groups of answers are alike in sound jobs.
+        weight=Weight.NO_TRAINING if number == len(known) else Weight.FACT,
+    )
 
 
 def _make_pass_key(recorded: RecordedPass) -> tuple[int | None, int | None, tuple[int | None, ...]]:

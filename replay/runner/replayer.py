@@ -68,6 +68,7 @@ from replay.tolerances.difference import is_coarse
 from replay.tolerances.job_bounds import LOSS, TOKENS
 from replay.tracing.writer import TraceWriter
 from replay.verdict.judge import PassEvidence
+from replay.verdict.noted_log_probs import NAMES, NotedLogProbs, collect_noted_log_probs, place_own_log_probs
 from replay.verdict.recorded_pass import (
     RecordedPass,
     ReplayedPass,
@@ -402,6 +403,7 @@ class Replayer:
             job_router_loss=self._routing.describe_job_loss(captured_call, outcome.router_loss_factor),
             weights_before_pass=weights_before_pass,
             tried_losses=self._try_losses(outcome, inputs, recorded_pass, at_recorded_positions),
+            noted_log_probs=_collect_noted_log_probs(outcome, inputs, captured_call, batch),
         )
         if self.details_folder is not None:
             write_token_log_probs(
@@ -629,6 +631,23 @@ class Replayer:
         return at_recorded_positions, list_action_log_probs(
             outcome.log_probs_BA, action_mask_BA, is_reversed=is_reversed
         )
+
+
+def _collect_noted_log_probs(
+    outcome: PassOutcome, inputs: PassInputs, captured_call: CapturedCall, batch: MicroBatch
+) -> NotedLogProbs | None:
+    """Collect the log-probs that the job noted, beside the pass's own. A run with reversed rows measures rounding."""
+    tensors = {**captured_call.tensors, **captured_call.notes}
+    if inputs.has_reversed_rows or not any(name in tensors for names in NAMES.values() for name in names):
+        return None
+    targets = find_targets_equal_to_input_tokens(batch)
+    own_BS, has_own_BS = place_own_log_probs(
+        outcome.log_probs_BA.detach().cpu(),
+        inputs.actor_inputs.action_mask_BA.cpu() & targets.are_input_tokens_BA,
+        first_column=targets.first_column,
+        num_tokens=batch.sequences_BS.shape[1],
+    )
+    return collect_noted_log_probs(tensors, batch.sequences_BS, own_BS, has_own_BS)
 
 
 def _has_other_log_probs(recorded_pass: RecordedPass, at_recorded_positions: Sequence[float | None]) -> bool:

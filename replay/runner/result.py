@@ -43,7 +43,7 @@ from replay.verdict.loss_remarks import describe_loss_weights
 from replay.verdict.model_facts import ModelDifference
 from replay.verdict.outcomes import Outcome, Verdict
 from replay.verdict.recorded_pass import is_mixture
-from replay.verdict.reference_remarks import describe_reference
+from replay.verdict.reference_remarks import describe_divergence, describe_reference
 from replay.verdict.route_findings import (
     describe_absent_router_loss,
     describe_flips,
@@ -316,6 +316,7 @@ def conclude(
             *describe_weighting(passes),
             *describe_loss_weights(passes),
             *describe_reference(passes),
+            *describe_divergence(passes, verdict, repeater.spec),
             *describe_flips(passes),
             *describe_router_loss(passes),
             *describe_absent_router_loss(passes, has_same_gradient=_has_same_gradient(verdict)),

@@ -23,12 +23,13 @@ from capture.file_format.optimizer_step import OptimizerStep, Sample, choose_sam
 from capture.file_format.tensor_codec import TrainingMode
 from replay.objective.objective import LogProbWeights, name_loss, select_loss_tokens
 from replay.options.declarations.recorded import FROM_LOGIT_GRADIENT
-from replay.options.declarations.tensor_names import OLD_LOG_PROBS, REF_CHOSEN, REF_LOG_PROBS, REF_REJECTED
+from replay.options.declarations.tensor_names import ADVANTAGES, OLD_LOG_PROBS, REF_CHOSEN, REF_LOG_PROBS, REF_REJECTED
 from replay.options.spec import LossName, is_objective
 from replay.output.text import pluralise
 from replay.runlog.records import PassRecord
 from replay.tolerances.job_bounds import ACTION_TOKENS, GRAD_NORM, LOG_PROBS, LOSS, TOKENS
 from replay.verdict.gradient_samples import GradientSamples
+from replay.verdict.noted_log_probs import NotedLogProbs
 from replay.verdict.random_draws import RandomDraws
 from replay.verdict.special_tokens import SpecialTokens
 from replay.verdict.state_samples import StateElements
@@ -128,6 +129,7 @@ class RecordedPass:
     has_job_weights_of_tokens  the replay's loss weighs each token's log-prob as the job's gradient did
     num_left_out      targets of the job's loss that padding predicts, so that the replay's loss is not of them
     noted_log_probs   sums of each sequence's log-probs that the job noted, by whose they are; chosen sequences first
+    largest_advantage  the size of the largest advantage that the job noted; None: it noted none
     """
 
     rank: int | None
@@ -152,6 +154,7 @@ class RecordedPass:
     has_job_weights_of_tokens: bool = False
     num_left_out: int = 0
     noted_log_probs: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    largest_advantage: AnyFloat | None = None
 
 
 def read_recorded_pass(
@@ -197,7 +200,19 @@ def read_recorded_pass(
         has_job_weights_of_tokens=is_recorded,
         num_left_out=0 if targets_BS is None else int((targets_BS != IGNORED_LABEL).sum()) - num_tokens,
         noted_log_probs=_sum_noted_log_probs(call, batch),
+        largest_advantage=_find_largest_advantage(call, batch),
     )
+
+
+def _find_largest_advantage(call: CapturedCall, batch: MicroBatch) -> float | None:
+    tensors = {**call.tensors, **call.notes}
+    advantages = next((tensors[name] for name in ADVANTAGES if name in tensors), None)
+    if advantages is None or not advantages.numel() or not advantages.is_floating_point():
+        return None
+    mask_BA = batch.action_mask_BA
+    if mask_BA is not None and mask_BA.shape == advantages.shape:
+        advantages = torch.where(mask_BA.bool(), advantages, 0)
+    return float(advantages.abs().max())
 
 
 def _sum_noted_log_probs(call: CapturedCall, batch: MicroBatch) -> dict[str, list[float]]:
@@ -517,6 +532,7 @@ class ReplayedPass:
     job_router_loss   None where the job's loop had none to add to its loss
     weights_before_pass  those that the pass ran on, where the job sampled them; empty before the first step
     tried_losses      other losses of the pass's log-probs, where the objective's is not the job's; else None
+    noted_log_probs   those that the job noted beside the replay's own; None where it noted none of single tokens
     """
 
     log_probs_at_recorded_positions: Sequence[float | None] = ()
@@ -531,6 +547,7 @@ class ReplayedPass:
     job_router_loss: JobRouterLoss | None = None
     weights_before_pass: Sequence[SteppedSample] = ()
     tried_losses: TriedLosses | None = None
+    noted_log_probs: NotedLogProbs | None = None
 
 
 def list_action_log_probs(log_probs_BA: Tensor, has_BA: Tensor, *, is_reversed: bool) -> list[float | None]:

@@ -10,10 +10,15 @@ so this judges nothing.
 from collections.abc import Sequence
 from statistics import StatisticsError, correlation
 
+from replay.options.declarations.policy import POLICY
+from replay.options.spec import ReplayParts
 from replay.output.text import Pairs, pluralise
 from replay.runlog.records import PassRecord
 from replay.tolerances.difference import relative_difference
+from replay.tolerances.job_bounds import LOSS
 from replay.verdict.judge import PassEvidence
+from replay.verdict.noted_log_probs import NotedLogProbs, describe_absent_divergence, describe_noted_log_probs
+from replay.verdict.outcomes import Verdict
 from replay.verdict.recorded_pass import RecordedPass
 
 Passes = Sequence[tuple[PassRecord, RecordedPass]]
@@ -32,12 +37,42 @@ def describe_reference(passes: Sequence[PassEvidence]) -> Pairs:
     """Describe noted log-probs that belong to other sequences, by what they are of."""
     known = [(record, recorded) for record, recorded, _ in passes if recorded is not None and record.error is None]
     labels = dict.fromkeys(label for _, recorded in known for label in recorded.noted_log_probs)
-    lines: Pairs = []
+    noted = [
+        (recorded, replayed.noted_log_probs)
+        for _, recorded, replayed in passes
+        if recorded is not None and recorded.trains and replayed.noted_log_probs is not None
+    ]
+    lines = describe_noted_log_probs(
+        [(recorded.num_steps_before, log_probs) for recorded, log_probs in noted],
+        [log_probs for recorded, log_probs in noted if recorded.weight_comparison.are_same],
+    )
+    # What single tokens tell, the sums of sequences need not tell again.
+    told = [text.partition(":")[0] for _, text in lines]
     for label in labels:
+        if label in told:
+            continue
         text = _describe_moved(label, known) or _describe_lengths(label, known)
         text = text or (_describe_following(known) if label == REFERENCE else None)
         lines += [] if text is None else [("note", f"{label}: {text}")]
     return lines
+
+
+def describe_divergence(passes: Sequence[PassEvidence], verdict: Verdict, spec: ReplayParts) -> Pairs:
+    """Say so where the replay's policy loss has no KL divergence, is the job's, and the job noted a reference."""
+    if spec.measure.loss != POLICY.name or spec.objective.kl_coefficient:
+        return []
+    losses = {
+        (judged.index, judged.rank): finding
+        for judged in verdict.passes
+        for finding in judged.findings
+        if finding.name == LOSS and finding.is_evidence and finding.agrees
+    }
+    known: list[tuple[NotedLogProbs, float]] = []
+    for record, _, replayed in passes:
+        finding = losses.get((record.index, record.rank))
+        if finding is not None and finding.bound is not None and replayed.noted_log_probs is not None:
+            known.append((replayed.noted_log_probs, finding.bound * max(1.0, abs(record.result.loss or 0.0))))
+    return describe_absent_divergence(known)
 
 
 def _describe_moved(label: str, passes: Passes) -> str | None:

@@ -9,7 +9,8 @@
 A broken job must not be REPRODUCED unless its effect is below what its dtype can carry, or a note names what is wrong;
 a clean one must not DIFFER.
 With --twins the unbroken twin of each chosen broken job is replayed in its place, with the same arguments: it must not
-DIFFER, and no cause may be surer than "may be". Exit code 1 where one is not as it must be.
+DIFFER, no cause may be surer than "may be", and no note may say what was planted in another job. Exit code 1 where one
+is not as it must be.
 """
 
 import argparse
@@ -77,13 +78,19 @@ class Row:
         return any(job_of(self.job).note in note for note in self.notes)
 
     @property
+    def planted_note(self) -> str | None:
+        """A note that says what was planted in any job of the table."""
+        planted = [job.note for job in JOBS.values() if job.note]
+        return next((note for note in self.notes if any(text in note for text in planted)), None)
+
+    @property
     def says(self) -> str:
         job = job_of(self.job)
         if self.outcome == "FAILED" or (not job.is_broken and self.outcome == "DIFFERS"):
             return "WRONG"
         if job.twin_of and any(sureness != Sureness.MAY_BE for _, sureness in self.causes or ()):
             return "WRONG"
-        if job.twin_of and job.note and self.has_note:
+        if not job.is_broken and self.planted_note is not None:
             return "WRONG"
         if not job.is_broken:
             return "ok" if self.outcome == "REPRODUCED" else "weak"

@@ -52,6 +52,7 @@ class FaultClass(StrEnum):
     WEIGHTS = "weights"
     DROPOUT = "dropout"
     TARGETS = "targets"
+    POLICY = "policy"
 
 
 class Layout(StrEnum):
@@ -92,6 +93,7 @@ class Setup:
     layout: Layout = Layout.RIGHT
     has_prompts: bool = True  # whose tokens have no labels
     objective: Objective = Objective.MODEL
+    divergence: float = 0.0  # the weight of a policy's KL divergence from its reference, in its loss
     passes_position_ids: bool = False  # of padded rows; packed ones always have them
     dtype: Dtype = Dtype.FP32
     num_steps: int = 3

@@ -11,6 +11,11 @@ from tests.broken_jobs.lines import broken_jobs
 PLAIN, DDP = Kind.PLAIN, Kind.DDP
 LOOP = Setup(objective=Objective.LOOP, weighting=Weighting.MEANS, has_prompts=False)
 FULL_LOOP = Setup(objective=Objective.LOOP, weighting=Weighting.MEANS, has_prompts=False, layout=Layout.FULL)
+POLICY = Setup(objective=Objective.POLICY, weighting=Weighting.MEANS, layout=Layout.FULL)
+RAGGED_POLICY = Setup(objective=Objective.POLICY, weighting=Weighting.MEANS)
+DIVERGENCE = Setup(objective=Objective.POLICY, weighting=Weighting.MEANS, divergence=0.05)
+# What the user believes of the loss is typed.
+TYPED_DIVERGENCE = {"replays": (("--loss", "policy", "--kl-coefficient", "0.05"),)}
 
 NEXT_ROW = {"note": "the last place is to predict the first token of the next row"}
 
@@ -23,5 +28,18 @@ QUIET_JOBS: list[Job] = [
          Fault(loop_loss=q.shifted_across_rows), NEXT_ROW),
         ("ddp-shifted-across-rows", DDP, C.OTHER_TOKENS, "the rows are joined before their targets are shifted", LOOP,
          Fault(loop_loss=q.shifted_across_rows)),
+    ),
+    *broken_jobs(
+        FaultClass.POLICY,
+        ("policy-old-shifted", PLAIN, (), "the old policy's log-probs stand one place too early", RAGGED_POLICY,
+         Fault(noted=q.old_log_probs_shifted),
+         {"note": "old policy: the noted log-probs of"}),
+        ("ddp-policy-old-of-other-rows", DDP, (), "the old policy's log-probs are of other rows of the micro-batch",
+         POLICY, Fault(noted=q.old_log_probs_of_other_rows),
+         {"note": "sequences have the noted log-probs of another one of their step"}),
+        ("policy-without-advantages", PLAIN, (), "all rewards are alike", RAGGED_POLICY, Fault(noted=q.no_advantages),
+         {"note": "advantages: all are 0 in 3 of 3"}),
+        ("policy-without-divergence", PLAIN, C.OBJECTIVE, "the KL divergence's coefficient never comes to the loss",
+         DIVERGENCE, Fault(setup={"divergence": 0.0}), TYPED_DIVERGENCE),
     ),
 ]  # fmt: skip

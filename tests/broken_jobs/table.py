@@ -1,4 +1,4 @@
-"""The jobs: broken ones in twelve classes, each with the names of its true cause, and clean ones, by name.
+"""The jobs: broken ones in thirteen classes, each with the names of its true cause, and clean ones, by name.
 
 The causes say what was planted, by whoever planted it; what the verdict can see of it does not matter here.
 """

@@ -445,13 +445,17 @@ def _policy_loss(logits_BSV: Tensor, batch: Batch, run: Run, at: At) -> Tensor:
         "action_mask": batch["labels"][:, 1:] != IGNORED,
         "advantages": torch.randn(size[0], 1, generator=generator).expand(size),
         "old_log_probs": log_probs_BA.detach() + 0.1 * torch.randn(size, generator=generator),
-        "ref_log_probs": log_probs_BA.detach() + 0.5 * torch.randn(size, generator=generator),
     }
+    if run.job.setup.divergence:
+        noted["ref_log_probs"] = log_probs_BA.detach() + 0.5 * torch.randn(size, generator=generator)
     if run.fault.noted is not None:
         noted = run.fault.noted(noted)
     capture.note(**noted)
     ratio_BA = (log_probs_BA - noted["old_log_probs"]).exp()
     losses_BA = -torch.min(ratio_BA * noted["advantages"], ratio_BA.clamp(0.8, 1.2) * noted["advantages"])
+    if run.setup.divergence:
+        apart_BA = noted["ref_log_probs"] - log_probs_BA
+        losses_BA = losses_BA + run.setup.divergence * (apart_BA.exp() - 1 - apart_BA)
     loss = losses_BA[noted["action_mask"]].mean()
     capture.note(loss=loss)
     return loss

@@ -259,7 +259,7 @@ def shift_joined(ids_BS: Tensor, *, last: int = IGNORED) -> Tensor:
 @pytest.mark.parametrize("begins_alike", [True, False])
 @pytest.mark.parametrize("is_gradient", [True, False])
 def test_a_last_place_that_is_to_predict_the_next_row_is_said(is_gradient: bool, begins_alike: bool) -> None:
-    """Both of labels that the job gave, and of those that its gradient tells; padded rows have the next row's token, too."""
+    """Both of labels that the job gave and of those that its gradient tells; a padded row has the next one's, too."""
     rows = make_rows([12, 9, 12])
     if begins_alike:
         rows["input_ids"][:, 0] = 700

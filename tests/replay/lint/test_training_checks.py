@@ -470,3 +470,18 @@ def test_a_decay_that_adam_adds_to_the_gradient_is_said(
     decoupled = tuple({**group, "decoupled_weight_decay": True} for group in settings)
     if values == {"optimizer": "Adam"}:
         assert not say([make_pass(step=make_step(settings=decoupled, **values))])
+
+
+@pytest.mark.parametrize(("zeros", "says"), [((0, 1), True), ((0,), False), ((), False)])
+def test_advantages_that_are_all_0_are_said(zeros: tuple[int, ...], says: bool) -> None:
+    """A noted mask leaves out what is no action."""
+    advantages = {number: torch.zeros(3, 4) if number in zeros else torch.ones(3, 4) for number in (0, 1)}
+    mask_BA = torch.tensor([[1, 1, 1, 0]] * 3)
+    for values in advantages.values():
+        values[:, 3] = 5.0
+    passes = [
+        make_pass(number=number, notes={"advantages": values, "action_mask": mask_BA})
+        for number, values in advantages.items()
+    ]
+    said = "advantages: all are 0 in 2 of 2 training passes, whose policy loss then trains nothing"
+    assert any(text.startswith(said) for text in say(passes)) is says
