@@ -117,7 +117,7 @@ def alternate(
     """
 
     def measure(number: int) -> dict[str, list[Sample]]:
-        order = list(contestants) if number % 2 == 0 else list(reversed(contestants))
+        order = list(contestants) if number % 2 == 0 else list(contestants)[::-1]
         measured = {name: list(contestants[name](number)) for name in order}
         return {name: measured[name] for name in contestants}
 
