@@ -1,14 +1,14 @@
-"""Try other losses of a pass's log-probs, where the loss of its objective is not the job's.
+"""Try other losses on a pass's log-probs, if the loss of the objective is not the job's.
 
-They are held against two things that a recording may have: the job's loss, and the gradient of its targets' logits.
-That gradient has as many numbers as tokens, so it tells losses apart whose values are next to each other. The pass has
-run, so its logits are gone: losses with an entropy or a temperature are tried later (pass_trials.py).
+Each loss is compared with two things that a recording may have: the job's loss, and the gradient of the logits of the
+target tokens. The gradient has a number for each token, so it tells losses apart whose values are nearly equal. The
+pass has run, so its logits are gone: losses with an entropy or a temperature are tried later (pass_trials.py).
 
 Shape letters: B rows, A columns of the action mask (the last tokens of each row).
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -20,10 +20,29 @@ from replay.options.declarations.dpo import DPO
 from replay.options.declarations.policy import POLICY
 from replay.runner.trial_logits import measure_distance
 from replay.runner.trial_objectives import PolicyCase, differentiate_targets, list_policy_trials, place_gradients
+from replay.tolerances.difference import is_coarse
 from replay.verdict.tried_losses import TriedLoss, TriedLosses
 
-# A pass whose loss is nearer to the job's than this, relatively, and whose gradient is nearer, is the objective's.
+# The job used the objective's loss in a pass if loss and gradient are no farther apart than this, relatively.
 SAME_LOSS, SAME_GRADIENT = 1e-5, 1e-4
+# Losses are compared only in a pass in which no log-prob is farther from the job's than this.
+MAX_DIFFERENCE_IN_FP32, MAX_DIFFERENCE_IN_16_BITS = 1e-3, 0.05
+
+
+def has_other_log_probs(
+    job_log_probs: Sequence[float], replay_log_probs: Sequence[float | None], job_dtypes: Collection[str]
+) -> bool:
+    """Is a log-prob of the replay too far from the job's to compare losses that are computed from the log-probs?
+
+    replay_log_probs  at the job's positions; None: the replay has no log-prob at the position
+    job_dtypes        what the job computed in; empty: not known, so it may be a dtype of 16 bits
+    """
+    is_in_fp32 = bool(job_dtypes) and not is_coarse(job_dtypes)
+    max_difference = MAX_DIFFERENCE_IN_FP32 if is_in_fp32 else MAX_DIFFERENCE_IN_16_BITS
+    return any(
+        replay_log_prob is not None and abs(replay_log_prob - job_log_prob) > max_difference
+        for job_log_prob, replay_log_prob in zip(job_log_probs, replay_log_probs, strict=False)
+    )
 
 
 def try_losses(
@@ -32,10 +51,12 @@ def try_losses(
     log_probs_BA: Tensor,
     job_loss: float | None,
 ) -> TriedLosses | None:
-    """Compute other losses of a pass, if the objective's is not the job's; else None.
+    """Compute other losses from the log-probs of a pass.
 
-    log_probs_BA  those of the pass, in the captured order of rows
-    job_loss      None: not recorded
+    Returns None if the objective's loss is the job's, or if no other forms of the objective are known here.
+
+    log_probs_BA  those of the pass
+    job_loss      the loss that the job recorded; None: it recorded none, or one with a doubt
     """
     if objective.needs_logits_or_entropies or objective.loss not in (POLICY.name, DPO.name):
         return None
@@ -76,7 +97,7 @@ def _try_pairs(
         try:
             loss = variant.loss(inputs)
         except ObjectiveError:
-            # The capture lacks what this one is computed from.
+            # The capture lacks what this loss is computed from.
             continue
         yield TriedLoss(
             name=variant.says,

@@ -36,7 +36,7 @@ from replay.runner.accumulation_window import AccumulationWindow
 from replay.runner.checkpoint import digest_inputs
 from replay.runner.first_uses import ExpectedTimes, record_second_run
 from replay.runner.generator_observer import GeneratorObserver, RandomDrawCounter, was_fed_as_captured
-from replay.runner.loss_variants import try_losses
+from replay.runner.loss_variants import has_other_log_probs, try_losses
 from replay.runner.meter import Meter
 from replay.runner.non_finite import NonFiniteSearch
 from replay.runner.observers import (
@@ -64,7 +64,6 @@ from replay.runner.run_pass import (
     run_pass_again,
 )
 from replay.runner.step_follower import StepFollower
-from replay.tolerances.difference import is_coarse
 from replay.tolerances.job_bounds import LOSS, TOKENS
 from replay.tracing.writer import TraceWriter
 from replay.verdict.judge import PassEvidence
@@ -85,11 +84,8 @@ from replay.verdict.tried_losses import TriedLosses
 from replay.verdict.weight_check import WeightChecker
 from replay.watch.progress import RankPhase, Tracker
 
-# If the objective's loss is not the job's in a pass, other losses are tried. This is done in at most MAX_TRIED_PASSES
-# passes, and only if no log-prob of the pass is farther from the job's than the maximum for the job's dtype.
+# If the objective's loss is not the job's in a pass, other losses are tried, in at most this many passes.
 MAX_TRIED_PASSES = 4
-MAX_LOG_PROB_DIFFERENCE_IN_FP32 = 1e-3
-MAX_LOG_PROB_DIFFERENCE_IN_16_BITS = 0.05
 
 
 class ReopeningError(RuntimeError):
@@ -97,9 +93,9 @@ class ReopeningError(RuntimeError):
 
 
 class ReopenableActor:
-    """Hold a backend and open it again after a failed pass: what that pass left in it would corrupt the next one.
+    """Hold a backend and open it again after a failed pass, whose remains in the backend would corrupt the next pass.
 
-    state_folder  a state that --save-state wrote: it is loaded into each backend that is opened
+    state_folder  a state that --save-state wrote, which is loaded into each backend that is opened; None: no state
     """
 
     def __init__(
@@ -122,7 +118,7 @@ class ReopenableActor:
 
     def reopen(self) -> None:
         """Close the backend and open another one. Raises ReopeningError if that fails."""
-        # The old backend gives its memory back before the new one asks for as much.
+        # The old backend has to free its memory, since the new backend needs as much.
         self.backend.close()
         del self.backend
         free_closed_backends(failed=True)
@@ -138,12 +134,12 @@ class Replayer:
     """Replay captures through an actor, one after another, and keep track of the accumulation window.
 
     `replay` reads a capture, runs its pass and returns a `PassEvidence` and the error, if any. When each rank has the
-    records of all ranks of that pass, they may decide together to run it once more: `find_non_finite_in_latest_pass`
-    searches it for its first NaN or infinity, and `time_second_run` measures it again. After a pass that failed,
-    `reopen_after_failure` opens the actor again.
+    pass's records of all ranks, the ranks may decide together to run the pass once more:
+    `find_non_finite_in_latest_pass` searches it for the first NaN or infinity, and `time_second_run` measures it again.
+    After a pass that failed, `reopen_after_failure` opens the actor again.
 
-    Here a `record` is a line of this replay's log, of one pass. What is called recorded, such as `recorded_pass`, the
-    job recorded.
+    Here a `record` describes one pass in this replay's log. A name with `recorded`, such as `recorded_pass`, is for
+    what the job recorded.
 
     spec            what to replay, and how: `spec.actor` are the actor's options, and `spec.measure` says what each
                     pass does and where it is logged
@@ -151,7 +147,7 @@ class Replayer:
     tracker         tells the watch, which notices dead and waiting ranks, what this rank is doing
     weight_checker  compares the weights that the job recorded with the model's
     trace           writes short random projections (sketches) of what each layer computed; None: the run is not traced
-    rounds          of each pass index: the inputs that the data ranks replay at the same time; empty: unknown
+    rounds          for each pass index: the inputs that the data ranks replay at the same time; empty: unknown
     log_folder      where a run that keeps details (token log-probs, gradient sketches) writes them; None: it keeps none
     """
 
@@ -182,13 +178,14 @@ class Replayer:
         # The number of inputs up to the latest pass that succeeded and left no window open.
         self.num_inputs_completed = 0
         self._clock = MeterClock(meter, world)
-        # Names the one-time costs of each pass: what it compiled, and kernels and libraries that it used first.
+        # Names the one-time costs of each pass: what it compiled, and which kernels and libraries the run used in it
+        # for the first time.
         self._first_use_observer = FirstUseObserver(world.device, spec.kernel)
         self._expected_times = ExpectedTimes()
         self._latest_inputs: PassInputs | None = None
         # True once a failed pass has left something in the backend that would spoil later passes.
         self._must_reopen = False
-        # True once the accumulation window has counted the pass that runs now, or ran last.
+        # True once the accumulation window has counted the latest pass.
         self._is_pass_counted = False
         self._random_draw_counter = RandomDrawCounter()
         self._objective = Objective.open(spec)
@@ -207,7 +204,7 @@ class Replayer:
     def reopen_after_failure(self) -> None:
         """Open the actor again if a pass that failed has left something in it.
 
-        Drop the error first: its frames hold the model.
+        Before this call, drop the pass's error: the frames of its traceback hold the model.
         """
         if self._must_reopen:
             self.reopenable_actor.reopen()
@@ -220,8 +217,8 @@ class Replayer:
     def find_non_finite_in_latest_pass(self, record: PassRecord) -> PassRecord:
         """Run the latest pass again to find its first tensor that is not finite.
 
-        Returns `record` of that pass with the tensor's name, or with why it cannot be found; unchanged if this rank has
-        no such tensor. All ranks must call this.
+        Returns `record`, which is the pass's record, with the name of the tensor, or with the reason why it cannot be
+        found; unchanged if this rank has no such tensor. All ranks must call this.
         """
         assert self._latest_inputs is not None
         self.tracker.enter_phase(RankPhase.SEARCHING_NON_FINITE)
@@ -233,7 +230,7 @@ class Replayer:
         return replace(record, first_non_finite=tensor_name)
 
     def needs_second_run(self, rank_records: Sequence[PassRecord]) -> bool:
-        """Is the latest pass to be run again, to see if it is always as slow? The same on every rank."""
+        """Must the latest pass run again, to see whether it is always this slow? The answer is equal on every rank."""
         # A second run ends with an empty gradient. In an open window the gradient accumulated so far would be lost.
         return self.spec.actor.resolved_grad_accumulation == 1 and self._expected_times.is_unexpectedly_slow(
             rank_records
@@ -244,7 +241,7 @@ class Replayer:
         self._expected_times.learn(rank_records)
 
     def time_second_run(self, record: PassRecord, rank_records: Sequence[PassRecord]) -> PassRecord:
-        """Return `record` of the latest pass with the seconds of a second run, which changes no weights.
+        """Return `record`, that of the latest pass, with the seconds of a second run, which changes no weights.
 
         All ranks must call this.
         """
@@ -260,12 +257,13 @@ class Replayer:
     ) -> tuple[PassEvidence, Exception | None]:
         """Replay the capture in `path` as pass `index`.
 
-        The capture is read (`captured_call`) and described in the record. What the verdict needs of it is taken from it
-        (`recorded_pass`). Then the pass runs, and its results are added to the record.
+        The capture is read (`captured_call`) and described in the record. `recorded_pass` is what the verdict needs of
+        the capture. Then the pass runs, and its results are added to the record.
 
-        Returns what the verdict judges the pass by, and the error with which it failed; None: it succeeded. The record
-        of a failed pass has the error, and describes the input if the capture could be read, but has no results. The
-        error is not raised, since the caller decides with the other ranks what it means for the run.
+        Returns the evidence from which the verdict judges the pass, and the error with which the pass failed; None: it
+        succeeded. The record of a failed pass has the error, and describes the input if the capture could be read, but
+        has no results. The error is not raised, since the caller decides with the other ranks what the error means for
+        the run.
 
         extra_observers  look at this pass, besides the observers that the run has for every pass
         """
@@ -294,13 +292,14 @@ class Replayer:
             self.tracker.set_shapes(batch.num_rows, batch.num_padded_tokens, batch.num_real_tokens)
             batch = select_loss_tokens(self.spec.measure.loss, add_model_positions(batch, self.model_source.config))
             record, replayed_pass = self._run_micro_batch(record, captured_call, recorded_pass, batch, extra_observers)
-            # Adds how many random numbers job and replay drew, in the first pass where that differs.
+            # Adds how many random numbers the job and the replay drew, if this is the first pass in which they drew
+            # differently.
             recorded_pass, replayed_pass = self._random_draw_counter.add_counts(
                 recorded_pass, replayed_pass, captured_call.random
             )
             return PassEvidence(record, recorded_pass, replayed_pass), None
         except SystemExit as error:
-            # A user's code may leave with sys.exit: that fails the pass, and must not end the run without a report.
+            # A user's code may call sys.exit. Then the pass fails, but the run must not end without a report.
             exit_error = RuntimeError(f"sys.exit({error.code!r}) was called").with_traceback(error.__traceback__)
             failed_record = replace(record, error=str(exit_error), error_type="SystemExit")
             return PassEvidence(self._count_failed_pass(failed_record), recorded_pass, ReplayedPass()), exit_error
@@ -313,7 +312,7 @@ class Replayer:
         """Count a pass that failed as one of its window: the window ends where it would have ended without the failure.
 
         If `run_pass` succeeded, and only its results could not be collected, the pass is counted already. Returns the
-        record of the pass with its window, if it belongs to one.
+        record with the pass's window; unchanged if the pass belongs to no window.
         """
         rounds, index = self.window.rounds, record.index
         # If the capture could not be read, ask the round whether the job trained on it.
@@ -336,15 +335,16 @@ class Replayer:
         batch: MicroBatch,
         extra_observers: Sequence[PassObserver],
     ) -> tuple[PassRecord, ReplayedPass]:
-        """Run the pass of a micro-batch. Returns `record` with its results, and what the verdict needs besides.
+        """Run the pass of a micro-batch. Returns `record` with its results, and further results for the verdict.
 
-        The pass is added to the accumulation window, the micro-batch is laid out on the device, and `run_pass` runs it
-        under the observers of this run. If `run_pass` fails, the actor has to be opened again. After a pass that
-        succeeded, its results go into the record, its log-probs and samples into what the verdict needs, and details
-        and trace are written.
+        The pass is added to the accumulation window, the micro-batch is laid out on the device, and `run_pass` runs the
+        pass under the observers of this run. If `run_pass` fails, the actor has to be opened again. If it succeeds,
+        loss and gradient norm go into the record, log-probs and samples into the `ReplayedPass`, and details and trace
+        are written.
         """
-        # Samples are neighbouring elements of a gradient; a signature is its norm and elements from all over it. The
-        # checker translates the job's parameter names, which its wrappers change, into this model's.
+        # Samples are neighbouring elements of a gradient. A signature is the norm of a gradient and elements from all
+        # over the gradient. `weight_checker` translates the job's parameter names, which wrappers such as DDP change,
+        # into this model's names.
         gradients = captured_call.step.gradients if captured_call.step is not None else None
         gradient_samples = self.weight_checker.match_to_parameters(gradients.samples if gradients is not None else ())
         gradient_signatures = self.weight_checker.match_to_parameters(
@@ -354,7 +354,7 @@ class Replayer:
         inputs = self._prepare_inputs(record.index, captured_call, batch)
         inputs = self.step_follower.plan_step(inputs, record.index, self.reopenable_actor.backend)
         self._latest_inputs = inputs
-        # Steps before this pass; the pass may take one more.
+        # The number of steps before this pass. This pass may end with one more.
         num_steps = self.step_follower.num_steps
         weights_before_pass = self.step_follower.sample_weights(
             self.reopenable_actor.backend, captured_call.weights, self.weight_checker
@@ -377,7 +377,7 @@ class Replayer:
             raise
         self.window.count_pass(runs_backward=inputs.runs_backward)
         self._is_pass_counted = True
-        # Steps without --step make optimizer state. Its memory is no part of what the pass costs.
+        # Steps without --step make an optimizer's state, whose memory is no part of the pass's cost.
         cost = self.step_follower.subtract_optimizer_state_bytes(outcome.cost)
         self.step_follower.count_step(inputs, self.reopenable_actor.backend)
 
@@ -436,7 +436,7 @@ class Replayer:
         return record, replayed_pass
 
     def _choose_observers(self, index: int, inputs: PassInputs) -> RunObservers:
-        """Return what this run looks at in one pass. The same on every rank."""
+        """Choose the observers of one pass. They are the same on every rank."""
         backend, ends_complete_window = self.reopenable_actor.backend, inputs.window_end is WindowEnd.COMPLETE
         has_samples = ends_complete_window and self.window.has_gradient_samples(index)
         folder = self.details_folder if ends_complete_window else None
@@ -456,10 +456,10 @@ class Replayer:
         )
 
     def _prepare_inputs(self, index: int, captured_call: CapturedCall, batch: MicroBatch) -> PassInputs:
-        """Return a micro-batch laid out on the device, with its loss and its place in the window, still without a step.
+        """Return what `run_pass` needs of a micro-batch, all but the step, which `StepFollower.plan_step` adds.
 
-        Raises CaptureError or UsageError where the model or its kernel cannot take the micro-batch, and ObjectiveError
-        where the capture lacks what the objective needs. All ranks must call this.
+        Raises CaptureError or UsageError if the model or its attention kernel cannot take the micro-batch, and
+        ObjectiveError if the capture lacks what the objective needs. All ranks must call this.
         """
         has_reversed_rows, measure = self.spec.inputs.reverse_rows, self.spec.measure
         runs_backward = batch.trains and measure.backward
@@ -474,9 +474,9 @@ class Replayer:
             actor_inputs, modules_in_other_mode=list_modules_in_other_mode(captured_call) if batch.trains else ()
         )
         if objective_data is None:
-            # The loss is sft's, or the negated mean log-prob, which stands in for an unknown loss. Both are a mean of
-            # log-probs, so the gradient is the same for each log-prob. Then the head may compute its gradients in the
-            # forward already, which would be wasted if no backward follows.
+            # The loss is sft's, or the negated mean log-prob, which stands in for an unknown loss. Both are means of
+            # log-probs, so the derivative is the same for each log-prob. Then the head may compute its gradients in the
+            # forward already. This would be wasted work if no backward followed.
             actor_inputs = replace(actor_inputs, has_uniform_gradient=runs_backward)
             compute_loss: Callable[[Tensor], Tensor] = partial(_compute_mean_loss, actor_inputs)
         else:
@@ -531,7 +531,7 @@ class Replayer:
             # window needs neither: the gradients of the window's passes add up. The job's DDP divided their sum by the
             # number of the job's ranks. So the factor undoes the two divisions, and divides by that number.
             return num_window_passes / objective_data.num_job_ranks if self._objective.sums_over_window else 1.0
-        # The value of --window: what each pass weighs in the gradient of its window.
+        # The value of --window: the rule for the weights of a window's passes.
         window_weights = self.spec.measure.window
         if num_window_passes == 1 or window_weights is WindowWeights.MEAN_OF_MEANS:
             return 1.0
@@ -542,13 +542,13 @@ class Replayer:
     def _bind_objective(
         self, actor_inputs: ActorInputs, objective_data: ObjectiveData
     ) -> Callable[[Tensor], ObjectiveInputs]:
-        """Return what the objective of the pass is computed from, as a function of its log-probs [B, A].
+        """Return a function that makes the objective's inputs from the log-probs [B, A] of the pass.
 
-        Their rows may be reversed.
+        If the pass has reversed rows, the function restores the captured order.
         """
         objective_data_on_device = objective_data.to(self.world.device)
         has_reversed_rows, kept_logits = self.spec.inputs.reverse_rows, self._kept_logits
-        # If the rounds are unknown, the pass is taken for the whole window.
+        # If the rounds are unknown, the window is assumed to have this one pass.
         token_counts = self.window.count_tokens() or [int(actor_inputs.action_mask_BA.sum())]
 
         def restore_row_order(tensor: Tensor) -> Tensor:
@@ -586,7 +586,8 @@ class Replayer:
         if self._objective is None or not is_comparable or self._num_tried_passes == MAX_TRIED_PASSES:
             return None
         # If the log-probs are not the job's, every loss differs from the job's, whichever loss the job used.
-        if _has_other_log_probs(recorded_pass, at_recorded_positions):
+        job_log_probs = next((claim.values for claim in recorded_pass.claims if claim.name == TOKENS), ())
+        if has_other_log_probs(job_log_probs, at_recorded_positions, recorded_pass.dtypes):
             return None
         # A claim with a doubt proves nothing about the losses.
         losses = (claim for claim in recorded_pass.claims if claim.name == LOSS and claim.doubt is None)
@@ -614,7 +615,7 @@ class Replayer:
         The second list is empty if it is not needed.
         """
         is_reversed = inputs.has_reversed_rows
-        # The job's log-probs are of the input tokens. A label may differ from the input token at its position; those
+        # The job recorded log-probs of input tokens. A label may differ from the input token at its position. Such
         # positions are left out.
         targets = find_targets_equal_to_input_tokens(with_rows_reversed(batch) if is_reversed else batch)
         action_mask_BA = inputs.actor_inputs.action_mask_BA
@@ -648,18 +649,6 @@ def _collect_noted_log_probs(
         num_tokens=batch.sequences_BS.shape[1],
     )
     return collect_noted_log_probs(tensors, batch.sequences_BS, own_BS, has_own_BS)
-
-
-def _has_other_log_probs(recorded_pass: RecordedPass, at_recorded_positions: Sequence[float | None]) -> bool:
-    """Is one of the replay's log-probs too far from the job's to compare losses that are computed from them?"""
-    job_log_probs = next((claim.values for claim in recorded_pass.claims if claim.name == TOKENS), ())
-    # If the job's dtype is not known, it may be one of 16 bits.
-    is_in_fp32 = bool(recorded_pass.dtypes) and not is_coarse(recorded_pass.dtypes)
-    max_difference = MAX_LOG_PROB_DIFFERENCE_IN_FP32 if is_in_fp32 else MAX_LOG_PROB_DIFFERENCE_IN_16_BITS
-    return any(
-        replay_log_prob is not None and abs(replay_log_prob - job_log_prob) > max_difference
-        for job_log_prob, replay_log_prob in zip(job_log_probs, at_recorded_positions, strict=False)
-    )
 
 
 def _locate_tokens(captured_call: CapturedCall, batch: MicroBatch) -> TokenPlaces:
