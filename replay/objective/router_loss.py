@@ -27,10 +27,10 @@ ROUTER_LOGITS = "router_logits"
 class RouterLoss:
     """The loss of a model's routers.
 
-    coefficient         what its model multiplies it by
-    num_chosen          experts a token
-    logits_index        by module, which of its outputs are logits that the model takes
-    why_not_computable  why it cannot be computed here; None: it can
+    coefficient         the factor with which the model adds this loss to its own
+    num_chosen          the number of experts to which a router sends each token
+    logits_index        by the router's name: which of its outputs are the logits that `function` takes
+    why_not_computable  why this loss cannot be computed here; None: it can
     """
 
     function: Callable[..., Tensor]
@@ -49,8 +49,8 @@ class RouterLoss:
 class NotedLoss:
     """The loss that a job's loop noted of a pass. It tells whether the loop added the routers' loss.
 
-    value  as noted; None: it noted none
-    bound  relative: how far rounding may take the same loss from it
+    value  as noted; None: the loop noted none
+    bound  relative: how far rounding may move a loss from the noted one
     """
 
     value: float | None
@@ -87,8 +87,9 @@ class RouterLossTerm:
     """The routers' loss of one pass, as a term of the pass's loss.
 
     is_real_T   which of the fed tokens T are the capture's, and no padding
-    scale       what one unit of the job's loss is of the replay's
-    noted_loss  the loss of the same pass that the job noted: it tells whether the term is in it; None: it is
+    scale       the factor that turns the scale of the job's loss into that of the replay's, a mean over its labels
+    noted_loss  the loss that the job noted of the same pass, which tells whether the job's loop added the term; None:
+                the job's model itself added it
     """
 
     loss: RouterLoss

@@ -35,10 +35,11 @@ from replay.verdict.recorded_pass import JobRouterLoss, list_job_dtypes, scale_t
 class PassRouting:
     """What a run does with the routers of its model.
 
-    routers            their names; none in a dense model
-    router_loss        the loss of the routers that the model's forward may add to its own; None: it adds none
-    loss               what the replay computes
-    dtype              what it computes in
+    routers            the routers' names; empty: the model is dense
+    router_loss        the routers' loss that the model's forward may add to its own loss; None: it never adds one
+    routing            RECORDED: the routers are made to choose the job's experts; LIVE: they choose themselves
+    loss               the loss that the replay computes
+    dtype              the dtype that the replay computes in
     has_reversed_rows  the rows are fed from the last to the first
     """
 
@@ -69,19 +70,22 @@ class PassRouting:
         )
 
     def find_router_loss(self, call: CapturedCall) -> RouterLoss | None:
-        """Return the routers' loss that the job's model added to its own in this pass; None where it added none."""
+        """Return the routers' loss that the job's model added to its own loss in this pass; None: it added none."""
         return self.router_loss if asks_for_router_loss(call, self.config) else None
 
     def prepare(
         self, call: CapturedCall, batch: MicroBatch, actor_inputs: ActorInputs
     ) -> tuple[PassRoutes | None, RouterLossTerm | None]:
-        """Return what the routers do, and the term of the loss that their logits give; None where there is none.
+        """Return what the routers do in a pass, and the routers' loss as a term of the pass's loss.
 
-        The term is added to a loss that is a mean over the labels, as the model's own is. To one of the job's own
-        logits it is added if the loss that the job noted holds it.
+        If the loss is a mean over the labels, as the model's own loss is, the term is what the model added. If the
+        job's loop computed the loss from logits, the loss that the loop noted tells whether to add the term, and with
+        which factor. For any other loss there is no term.
+
+        The first is None if the routers are left alone, the second if there is no term.
         """
         router_loss, noted = self.find_router_loss(call), None
-        if self._is_left_to_job(call):
+        if self._may_loop_add_router_loss(call):
             router_loss, noted = self.router_loss, self._read_noted_loss(call, batch)
         elif is_objective(self.loss) or (self.loss != LossName.SFT and batch.action_mask_BA is not None):
             router_loss = None
@@ -108,8 +112,8 @@ class PassRouting:
         )
 
     def describe_job_loss(self, call: CapturedCall, factor: Tensor | None) -> JobRouterLoss | None:
-        """Describe the routers' loss that the job's loop may have added to its own; None where it had none to add."""
-        if not self._is_left_to_job(call) or self.router_loss is None:
+        """Describe the routers' loss that the job's loop may have added to its own loss; None: it had none to add."""
+        if not self._may_loop_add_router_loss(call) or self.router_loss is None:
             return None
         return JobRouterLoss(
             coefficient=self.router_loss.coefficient,
@@ -117,8 +121,8 @@ class PassRouting:
             is_noted=isinstance(call.outputs.get("noted_loss"), float),
         )
 
-    def _is_left_to_job(self, call: CapturedCall) -> bool:
-        """Tell whether the job's loop computed its loss, and its model gave it a routers' loss to add."""
+    def _may_loop_add_router_loss(self, call: CapturedCall) -> bool:
+        """Tell whether the job's loop computed its loss from logits, and the model returned a routers' loss to add."""
         return self.loss == FROM_LOGIT_GRADIENT.name and call.trains and computes_router_loss(call, self.config)
 
     def _read_noted_loss(self, call: CapturedCall, batch: MicroBatch) -> NotedLoss:
@@ -133,7 +137,7 @@ class PassRouting:
         return self._forces and bool(flips) and {router_flips.router for router_flips in flips} == set(self.routers)
 
     def describe(self, flips: Sequence[RouterFlips], router_loss: Tensor | None) -> RoutesSection:
-        """Describe where the tokens of a pass went, and how many would choose otherwise."""
+        """Describe whose experts the tokens of a pass went to, and how many tokens would choose other experts."""
         if not self.routers:
             return RoutesSection()
         return RoutesSection(
@@ -159,12 +163,13 @@ def place_recorded_routes(
     *,
     has_reversed_rows: bool,
 ) -> dict[str, Tensor]:
-    """Place the experts that the job chose at the tokens that are fed, by the router's name here.
+    """Return, by the name of each router here, the experts that the job chose for each fed token.
 
-    Left out are routers that the capture knows nothing of, or in another number of tokens than it has.
+    A router is left out if the capture holds no choice for it, or not one choice for each captured token.
 
-    shape           rows and tokens a row of the capture
-    captured_index  of each fed token; -1 for padding
+    shape           rows of the capture, and tokens in a row
+    captured_index  the index of each fed token in the flattened capture; -1: it is padding
+    routers         the routers' names here
     """
     recorded = {}
     for name, job_name in match_routers(call.routes, routers).items():

@@ -5,12 +5,12 @@ No other code of replay/ calls a backend's `forward`, `backward` or `end_window`
     outcome = run_pass(backend, inputs, MeterClock(meter, world), observers)
 
 A replay, its second run of a slow pass, the search for the first NaN, a profile, the runs with which a verdict tries
-out suspected causes, `diagnose` and `mismatch` all run their passes here. What differs between them is in the inputs,
-the clock and the observers.
+out suspected causes, `diagnose` and `mismatch` all run their passes here. They differ in the inputs, the clock and the
+observers.
 
-Collectives have the same order on every rank: the ranks wait for each other (with a clock); the forward; observers
-after the forward; the ranks wait for the slowest (with a clock); the backward; observers after the backward, and before
-the step; the window's end.
+Collectives have the same order on every rank: the wait for all ranks (only with a clock); the forward; the observers
+after the forward; the wait for the slowest rank (only with a clock); the backward; the observers after the backward;
+the observers before a measured step; the end of the window.
 
 Shape letters: B rows, S tokens a row, A columns of the action mask (the last tokens of each row).
 """
@@ -50,11 +50,11 @@ WAIT_PHASE = "wait"
 
 
 class WindowEnd(Enum):
-    """What ends with a pass: no accumulation window, a complete one, or an incomplete one.
+    """Whether an accumulation window ends with a pass, and whether this window is complete.
 
     A window is the passes, of all data ranks, whose gradients are accumulated for one optimizer step. It is incomplete
     if one of its passes failed, or is not among the inputs; a window that the job itself made shorter is complete. The
-    job never had the gradient of an incomplete window, so that gradient is cleared, with no norm and no step.
+    job never had the gradient of an incomplete window, so this gradient is cleared without a norm and without a step.
     """
 
     NONE = auto()
@@ -80,23 +80,24 @@ class PassInputs:
     """A micro-batch laid out on the device, and what a pass does with it.
 
     actor_inputs         token ids, masks and positions, as the actor's forward takes them
-    compute_loss         returns the loss of log-probs [B, A]
+    compute_loss         computes the loss from log-probs [B, A]
     train_mode           the forward runs in the model's train mode; otherwise in its eval mode
     builds_graph         the forward builds an autograd graph
     runs_backward        the pass differentiates the loss
     loss_weight          the factor on the loss in the backward
-    window_factor        a further factor: `grad_accumulation` divided by the number of passes that a data rank has in
-                         this window, for the backend always divides by `grad_accumulation`
+    window_factor        a further factor on the loss: `grad_accumulation` divided by the number of passes that a data
+                         rank has in this window. The backend itself always divides by `grad_accumulation`
     window_end           whether an accumulation window ends with this pass, and whether it is complete
-    frozen               names of parameters that the job did not train in this window. The backward computes gradients
-                         of them too, which are dropped after the last backward of a complete window
+    frozen               names of parameters that the job did not train in this window, besides those that it never
+                         trained. The backward computes their gradients too. These are dropped after the last backward
+                         of a complete window
     step_timing          whether the optimizer steps, and when; NONE unless a complete window ends
-    step_settings        settings of the optimizer in that step; None: as the spec says
+    step_settings        settings of the optimizer in this step; None: those of the spec
     random_states        what the random generators are set to before the forward; empty: they are left as they are
     captured_row_length  tokens in a row of the capture, including padding
     has_reversed_rows    the rows are in the reverse of the capture's order
-    routes               the experts that the job's routers chose in a mixture of experts. The routers here are made to
-                         choose them, or their own choice is compared with them; None: the routers are left alone
+    routes               what the routers of a mixture of experts do: they choose the job's experts, or their own choice
+                         is compared with the job's, or they keep their logits; None: the routers are left alone
     router_loss_term     computes the routers' auxiliary (load-balancing) loss, which is added to the pass's loss, from
                          the logits of the routers that `routes.logits_index` names; None: no such loss is added
     """
@@ -123,9 +124,9 @@ class PassInputs:
 class PassOutcome:
     """What a pass computed, without its graph.
 
-    loss          with the routers' auxiliary loss, and without `PassInputs.loss_weight`
-    grad_norm     of the window; None in a pass that does not end a complete one
-    router_flips  of each router that was compared with the job's: the tokens for which it chose other experts here
+    loss          includes the routers' auxiliary loss, but not the factors `loss_weight` and `window_factor`
+    grad_norm     the gradient norm of the window; None: no complete window ends with this pass
+    router_flips  how the choice of each router here differs from the job's; empty: no router was compared
     router_loss   the part of `loss` that comes from the routers; None: no routers' loss was added
     router_loss_factor  the factor on the routers' loss in the loss that the job's training loop called backward on. The
                   loss that the loop gave to `recorder.note` tells it.
@@ -149,7 +150,7 @@ class PassOutcome:
 class PassObserver:
     """Look at a pass without changing what it computes. Each method does nothing unless an observer overrides it.
 
-    Every rank has the same observers in the same order, since one of them may gather from all ranks. An observer keeps
+    Every rank has the same observers in the same order, since an observer may gather from all ranks. An observer keeps
     nothing of the graph after `close`. `pauses_clock_after` are the phases after which the observer makes the device
     work, or waits for the device. The time that this takes is left out of the seconds of the whole pass. If BACKWARD is
     among these phases, the time of `before_step` is left out too.
@@ -176,7 +177,10 @@ class PassObserver:
         """Read counters: the measured part of the pass has ended."""
 
     def close(self, error: BaseException | None) -> None:
-        """Let go of the pass, which raised `error` if it failed, perhaps before it began."""
+        """Release what belongs to the pass. Also called if the pass failed before its forward.
+
+        error  what the pass raised; None: it succeeded
+        """
 
 
 class Clock(Protocol):
@@ -192,7 +196,7 @@ class Clock(Protocol):
         """Measure the time inside the block as the phase `name`."""
 
     def wait_for_slowest_rank(self) -> None:
-        """Wait, in the device's stream, until every rank has ended its forward. No phase is charged for the wait."""
+        """Wait, in the device's stream, until every rank has ended its forward. The wait is part of no phase."""
 
     def pause(self) -> AbstractContextManager[None]:
         """Leave the time in the block out of the seconds of the whole pass. Call it between two phases."""
@@ -262,7 +266,7 @@ class ObserverNotifier:
 
     @contextmanager
     def open_observers(self, inputs: PassInputs) -> Iterator[None]:
-        """Prepare every observer for the pass inside the block, and close all of them, also if the pass fails."""
+        """Prepare every observer for the pass inside the block, and close every observer, also if the pass fails."""
         error: BaseException | None = None
         try:
             for observer in self.observers:
@@ -274,7 +278,8 @@ class ObserverNotifier:
         finally:
             for observer in self.observers:
                 observer.close(error)
-            # The frames of the error's traceback hold the tensors of the pass.
+            # The error's traceback holds this frame, and frames with the tensors of the pass. If this frame held the
+            # error too, this cycle would keep the tensors.
             del error
 
     def before_phase(self, phase: RankPhase) -> None:
@@ -309,13 +314,13 @@ class ObserverNotifier:
 def run_pass(
     backend: Backend, inputs: PassInputs, clock: Clock | None = None, observers: Sequence[PassObserver] = ()
 ) -> PassOutcome:
-    """Run one pass: the forward, and the backward and the end of the accumulation window where `inputs` ask for them.
+    """Run one pass: the forward, and if `inputs` ask for them the backward and the end of the accumulation window.
 
     With a clock, the ranks wait for each other and begin the pass together. The forward computes log-probs and the
-    loss; then with a clock all ranks wait for the slowest, so that this wait does not count as time of the backward.
-    The backward adds to the gradient of the window. A MEASURED step is a phase of the pass. Otherwise the window's end
-    (norm, step if any, clearing) runs unmeasured, after the clock has stopped. At the end of an incomplete window the
-    gradients are cleared, and no more. The observers have their turn before each phase, after the forward, after the
+    loss. With a clock, all ranks then wait for the slowest, so that this wait does not count as time of the backward.
+    The backward adds to the gradient of the window. A MEASURED step is a phase of the pass. Without a MEASURED step the
+    window's end (norm, step if any, clearing) runs unmeasured, after the clock has stopped. At the end of an incomplete
+    window the gradients are only cleared. The observers have their turn before each phase, after the forward, after the
     backward, before a measured step, and after the clock has stopped.
 
     clock      measures the pass; None: the pass is not measured
@@ -373,8 +378,8 @@ def run_pass(
             router_flips = collect_flips(router_states)
 
             notifier.before_phase(RankPhase.WINDOW_END)
-            # If the replay takes no step, its window's end (norm, clearing) has no counterpart in the job, so its time
-            # is not worth measuring. Nor is the time of a step without --step.
+            # The end of a window without a step (norm, clearing) has no counterpart in the job, so its time is not
+            # worth measuring. The time of a step without --step is not measured either.
             if inputs.window_end is WindowEnd.COMPLETE and inputs.step_timing is not StepTiming.MEASURED:
                 takes_step = inputs.step_timing is StepTiming.UNMEASURED
                 grad_norm = backend.end_window(step=takes_step, settings=inputs.step_settings)
@@ -390,8 +395,8 @@ def run_pass(
             router_loss_factor=router_loss_factor,
         )
     finally:
-        # The logits kept for the loss hold the autograd graph, and that holds the parameters. After a pass that failed
-        # the actor is closed, and its memory has to become free.
+        # The logits that are kept for the loss hold the autograd graph, and the graph holds the parameters. After a
+        # pass that failed, the actor is closed and its memory has to become free.
         if inputs.actor_inputs.kept_logits is not None:
             inputs.actor_inputs.kept_logits.drop()
 
@@ -405,7 +410,8 @@ def run_pass_again(
 ) -> PassOutcome:
     """Run a pass once more, as a window of its own: it changes no weights, and clears the gradient at its end.
 
-    torch's random generators, on `device` too, go on as if it had not run. The other arguments are as in `run_pass`.
+    Afterwards torch's random generators, also that of `device`, go on as if this pass had not run. The other arguments
+    are as in `run_pass`.
     """
     inputs_of_own_window = replace(
         inputs,
@@ -417,7 +423,7 @@ def run_pass_again(
 
 
 def drop_gradients(model: nn.Module, names: Collection[str]) -> None:
-    """Leave these parameters without a gradient: no norm counts it, and the optimizer skips them."""
+    """Drop the gradients of these parameters: no norm counts the gradients, and the optimizer skips the parameters."""
     for name, parameter in model.named_parameters():
         if name in names:
             parameter.grad = None
@@ -438,8 +444,8 @@ def _compute_router_loss(
     if term.noted_loss is None:
         return router_loss, None
     # The loss that the job gave to `recorder.note` tells whether its loop added the routers' loss, and with which
-    # factor. Here it is added with the same factor. If the factor is unknown, the routers' loss is left out, and the
-    # verdict doubts a gradient that differs.
+    # factor. Here the routers' loss is added with the same factor. If the factor is unknown, the routers' loss is left
+    # out, and the verdict doubts a gradient that differs.
     factor = term.noted_loss.find_factor(loss, log_probs_BA, router_loss)
     return factor.nan_to_num() * router_loss, factor
 
@@ -452,10 +458,10 @@ def prepare_actor_inputs(batch: MicroBatch, spec: ActorSpec, model_source: Model
     """
     check_vocabulary(batch, model_source)
     layout = model_source.layout_under(spec)
-    # Where each document becomes a padded row of its own, rows are joined first, and `apply_layout` cuts them again at
-    # the documents' borders, which only joined rows have.
+    # A layout may make each document a padded row of its own. Only joined rows have the borders of documents. So the
+    # rows are joined first, and `apply_layout` cuts them at the borders.
     inputs = apply_layout(prepare_inputs(batch, packing=layout.joins_rows), layout)
-    # A kernel has a form for each kind of rows that it computes, packed, padded or ring.
+    # An attention kernel has a form for each kind of rows that it computes: packed, padded or ring.
     if (
         inputs.attention_mask_BS is not None
         and not find_attention_form(

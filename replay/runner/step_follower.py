@@ -1,8 +1,9 @@
 """Decide when the optimizer of an open actor steps and with which settings, and count its steps and their memory.
 
-To follow the job's steps is to step where the job did, with the settings that it had there. With --step that is a part
-of the pass. Without --step it is not, and must not spoil a pass that would succeed without a step: where it might, the
-job's steps are followed no further.
+With --step the optimizer steps at the end of each complete window, and the step is a measured part of the pass. Without
+--step it follows the job's steps: it steps where the job did, with the settings that the job had there. Such a step is
+not measured, and must not spoil a pass that would succeed without it. If it might, the job's steps are followed no
+further.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,7 +27,8 @@ from replay.verdict.recorded_pass import SteppedSample
 from replay.verdict.weight_check import WeightChecker
 
 MEMORY_INFO = Path("/proc/meminfo")
-# Of the memory that is free when the optimizer steps first, its state may take this share: passes differ in size.
+# The optimizer's state may take this share of the memory that is free before the first step. The rest is kept free,
+# since later passes may be larger.
 MOST_OF_FREE_MEMORY = 0.5
 
 
@@ -36,10 +38,11 @@ class StepFollower:
 
     num_steps    steps that the optimizer has taken since the actor was opened
     latest_pass_has_stepped  the optimizer stepped at the end of the latest pass, so weights have changed since
-    state_bytes  the memory of the optimizer's state, if steps without --step made it
-    why_stopped  why the job's steps are not followed any more; empty: they are
-    num_taken, largest_state_bytes  of steps without --step in the whole run, also of actors before a reopening
-    read_memory  returns the bytes that the optimizer will keep of its steps, and those that are free; None: not known
+    state_bytes  the memory of the optimizer's state if steps without --step made it, else 0
+    why_stopped  why the job's steps are not followed any more; empty: they are still followed
+    num_taken    steps without --step in the whole run, also those before the actor was opened again
+    largest_state_bytes  the most memory that the state of such steps took in the whole run
+    read_memory  returns the bytes that the optimizer's state will take, and the bytes that are free; None: not known
     """
 
     spec: ResolvedReplay
@@ -56,11 +59,12 @@ class StepFollower:
             _read_free_bytes(world.device),
         )
     )
-    # The backend's count of steps when the actor was opened: a state that was loaded has counted some.
+    # The backend's count of steps when the actor was opened, which is not 0 if a state was loaded. None: no pass has
+    # been planned since.
     _first_num_steps: int | None = field(default=None, init=False)
 
     def plan_step(self, inputs: PassInputs, index: int, backend: Backend) -> PassInputs:
-        """Return the inputs of pass `index` with the choice whether a step ends it, and with which settings.
+        """Return the inputs of pass `index`, to which are added whether a step ends the pass, and the step's settings.
 
         All ranks must call this.
         """
@@ -77,6 +81,7 @@ class StepFollower:
         if not self.num_steps and (why := self._explain_lack_of_memory(backend)) is not None:
             self.why_stopped = why
             return inputs
+        # A step with a gradient that is not finite would spoil the weights.
         settings = replace(settings, needs_finite=True)
         return replace(inputs, step_timing=StepTiming.UNMEASURED, step_settings=settings)
 
@@ -99,7 +104,10 @@ class StepFollower:
             self.why_stopped = f"the gradient of step {num_steps + 1} is not finite here"
 
     def restart(self, why: str) -> None:
-        """Begin again: the actor was opened anew, with the weights that the run began with."""
+        """Begin again, since the actor was opened anew with the weights that the run began with.
+
+        why  why the job's steps cannot be followed any more
+        """
         self.num_steps, self.latest_pass_has_stepped, self.state_bytes, self._first_num_steps = 0, False, 0, None
         self.stop_following_steps(why)
 
@@ -107,9 +115,9 @@ class StepFollower:
     def sample_weights(
         self, backend: Backend, recorded: ParameterSamples | None, checker: WeightChecker
     ) -> list[SteppedSample]:
-        """Take the weights where the job sampled them before a pass. All ranks must call this.
+        """Return the elements of the weights that the job sampled before a pass. All ranks must call this.
 
-        Before the first step the weights are those of the model's files, and nothing is taken.
+        Empty before the first step, since then the weights are those of the model's files.
         """
         if not self.num_steps:
             return []
@@ -137,7 +145,8 @@ class StepFollower:
     def _undo_rounding(self, values: Sequence[float], initial_values: Sequence[float]) -> tuple[float, ...]:
         """Return weights after steps as they would be if the masters had begun with the weights of the model's files.
 
-        Masters that are made of weights in a 16-bit dtype begin rounded, by more than a small step moves them.
+        Some backends make the masters from weights in a 16-bit dtype. Such masters begin with rounded values, and
+        rounding moves a weight farther than a small step does.
         """
         if not find_backend_declaration(self.spec.actor.backend).rounds_masters:
             return tuple(values)
@@ -147,9 +156,9 @@ class StepFollower:
         )
 
     def subtract_optimizer_state_bytes(self, cost: CostSection) -> CostSection:
-        """Return what a pass cost without the optimizer's state, if nobody asked for steps.
+        """Return the cost of a pass without the memory of the optimizer's state that steps without --step have made.
 
-        Call it before `count_step`: a first unasked step makes the state when the pass has been measured.
+        Call this before `count_step`: the first of these steps makes the state after the pass has been measured.
         """
         if not self.state_bytes:
             return cost
@@ -164,7 +173,7 @@ class StepFollower:
         return replace(cost, phases=phases)
 
     def describe(self) -> Pairs:
-        """Say what came of the steps that nobody asked for, and how much memory they took besides the passes."""
+        """Say what came of the steps without --step, and their memory; empty: no steps of the job are followed."""
         if not self.spec.steps_unasked:
             return []
         taken = pluralise(self.num_taken, "step")
@@ -173,7 +182,10 @@ class StepFollower:
         return [("stepped", f"as the job, {taken}, besides the passes; the optimizer's state took {size}{stopped}")]
 
     def _explain_lack_of_memory(self, backend: Backend) -> str | None:
-        """Say that the optimizer's state would leave too little memory on some rank. All ranks must call this."""
+        """Say that the optimizer's state would leave too little memory on a rank; None: it leaves enough on each.
+
+        All ranks must call this.
+        """
         needed, free = self.read_memory(self.spec, self.world, backend)
         lacks = self.world.gather(free is not None and needed > MOST_OF_FREE_MEMORY * free)
         if not any(lacks):
@@ -183,7 +195,7 @@ class StepFollower:
 
 
 def _predict_state_bytes(spec: ResolvedReplay, world: World, backend: Backend) -> int:
-    """Predict how many bytes a rank's optimizer will keep of its steps."""
+    """Predict how many bytes the optimizer's state will take on a rank."""
     declaration = find_backend_declaration(spec.actor.backend)
     holding = declaration.predict_memory(spec.actor, True)
     share_elsewhere = 1 - 1 / world.num_data_ranks
