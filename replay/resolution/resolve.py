@@ -1,13 +1,14 @@
 """Make the choices of a run once, on all ranks together, before its actor (the model under a backend) is opened.
 
-A few are filled in later, from the open actor (`ResolvedReplay.complete`).
+A few choices are filled in later, from the open actor (`ResolvedReplay.complete`).
 
-What was typed stays. Every other choice is the job's, as its captures tell it, if the model and this machine allow it;
-probes of a small copy tell what the model allows. Else it is what the model, the machine or another option requires;
-else the default. Rank 0 chooses, and the others get what it chose; files and attention kernel are checked on each rank.
+A setting that was typed keeps its value. Every other setting gets the job's value, which the captures tell, if the
+model and this machine allow it. Probes of a small copy tell what the model allows. Otherwise the setting gets the value
+that the model, the machine or another option requires, and otherwise the default. Rank 0 makes the choices for all
+ranks. Each rank checks its own files and the attention kernel.
 
-`ReplaySpec` (as typed) and `ResolvedReplay` (every choice made) are both `ReplayParts`. What takes `ReplayParts` reads
-settings that may be typed or chosen already.
+`ReplaySpec` (as typed) and `ResolvedReplay` (every choice made) are both `ReplayParts`. A function that takes
+`ReplayParts` works before a choice and after it.
 """
 
 import math
@@ -67,8 +68,9 @@ WHY_KERNEL_OF_PROBE = "packed documents stay apart with it, and not with the ker
 class _KernelAndLayout:
     """The attention kernel and the layout of rows, before and after the probe of the model.
 
-    actor_before_probe  with the job's kernel, if it can be had here
-    actor               with the layout that the probe found right, and the kernel that is right for it
+    actor_before_probe  options of the actor with the job's kernel, if this kernel can be had here
+    actor               options of the actor with the layout that the probe found right, and a kernel that is right for
+                        this layout
     attention_reason    why that kernel; empty: neither the job's captures nor the probe gave a reason
     """
 
@@ -88,7 +90,7 @@ def resolve(
 ) -> ResolvedReplay:
     """Choose what the options leave open.
 
-    The stages, each of which needs what those before it chose:
+    Each stage needs the choices of the stages before it:
     1. what the job's captures tell: dtype, packing, fused modules, accumulation, routing
     2. the model, found on every rank, and which of its parameters the job froze
     3. whether and how the optimizer steps
@@ -97,20 +99,20 @@ def resolve(
     6. the attention kernel where it is still `auto`; each rank checks it and takes transformers' name for it
     7. the settings that are left and have a default: those of the backend, the optimizer, the inputs and the objective
 
-    Each choice is listed with who made it and why. Variables that begin with `actor` are an ActorSpec, the options of
-    the actor; no actor is open yet.
+    Each choice is listed with who made it and why. A variable whose name begins with `actor` is an ActorSpec, the
+    options of the actor; no actor is open yet.
 
     spec        what was typed
     selection   the inputs of this rank, and what the captures tell of the job's windows
     first_call  what this rank's first capture holds; None if it cannot be read
     loss        what `choose_loss` chose
-    objective   the objective that `loss` names; None for the stand-in (mean negated log-prob, when the loss is unknown)
-                and for sft
+    objective   the objective that `loss` names; None for sft and for the stand-in (the negated mean log-prob, which
+                serves if the loss is unknown)
 
     All ranks must call this. Raises UsageError, on all of them, for what cannot run here.
     """
-    # Rank 0 chooses for all ranks: their files and their hardware may differ. From here on its spec is that of all of
-    # them, since what another rank was given may differ too.
+    # Rank 0 chooses for all ranks, since the ranks' files and hardware may differ. From here on all ranks have rank 0's
+    # spec, since a rank may also have been given another spec.
     typed, job_choices = compute_on_rank0(
         world, lambda: (spec, choose_from_job(spec, first_call, selection, world.device.type))
     )
@@ -171,8 +173,8 @@ def resolve(
         optimizer_settings_of_job=followed_steps.optimizer_settings_of_job
         if followed_steps is not None
         else frozenset(),
-        # The job clipped with code of its own and not by clip_grad_norm_, which a recording sees. The norm to which it
-        # clipped is inferred from its recorded gradients.
+        # A recording sees calls of `clip_grad_norm_`, but not code of the job that clips gradients. The norm to which
+        # such code clipped is inferred from the recorded gradients.
         job_code_clip_norm=followed_steps.job_code_clip_norm if followed_steps is not None else None,
         first_forward_with_other_trained_parameters=first_forward_with_other_trained_parameters,
     )
@@ -183,11 +185,11 @@ def _find_model(
 ) -> tuple[ModelSource, WeightChecker, int | None]:
     """Find the model, and which of its parameters the job froze, on all ranks together.
 
-    Returns the model's source; a checker of its weights; and the job's first forward that trained other parameters than
-    the forwards before it, if this backend cannot change what it trains; else None.
+    Returns the model's source, a checker of its weights, and the first forward in which the job trained other
+    parameters than before. The last is None if there is no such forward, or if this backend can change what it trains.
     """
     source = find_model_source_on_all_ranks(spec, world)
-    # A checker builds a model to list its parameters. So one checker serves here and in the choice of steps.
+    # A checker builds a model to list its parameters. To save this time, one checker serves here and for later choices.
     weight_checker = WeightChecker(source)
     frozen = world.broadcast_from_rank0(find_frozen_in_job(spec, source, weight_checker, first_call, selection.rounds))
     source = replace(source, frozen=frozen.always, frozen_later=frozen.later)
@@ -204,8 +206,8 @@ def _choose_kernel_and_layout(
 ) -> _KernelAndLayout:
     """Choose the attention kernel that the job had, if it can be had here, and let a probe of the model check it.
 
-    The probe packs rows if documents stay apart with that kernel; else it takes another kernel, or pads the rows. All
-    ranks must call this.
+    If rows are to be packed, the probe tells whether documents stay apart with this kernel. If they do not, another
+    kernel is taken, or the rows are padded. All ranks must call this.
     """
     attention: ChosenAttention = world.broadcast_from_rank0(
         choose_job_kernel(spec.actor, first_call, world.device, source.config)
@@ -236,9 +238,9 @@ def _choose_kernel_and_layout(
 def choose_loss(spec: ReplayParts, selection: Selection, first_call: CapturedCall | None) -> ResolvedChoice:
     """Choose the loss.
 
-    It is what was typed. Else it is the job's objective, if no option is against it: the job gave its tensors to
-    `recorder.note` in every training pass, or the gradient of its logits shows it. Else it is sft, if the first capture
-    has labels; else the stand-in.
+    A loss that was typed stays. Otherwise the loss is the job's objective, if every training pass shows it and no
+    option is against it. A pass shows it if the job gave the objective's tensors to `recorder.note`, or by the recorded
+    gradient of the logits. Otherwise the loss is sft if the first capture has labels, and the stand-in if it has none.
     """
     loss = spec.measure.loss
     if loss != LossName.AUTO:
@@ -283,7 +285,7 @@ def set_loss_of_job(spec: ReplaySpec, selection: Selection) -> ReplaySpec:
 
 
 def _find_shown_loss_obstacle(spec: ReplayParts) -> str | None:
-    """Say which options are against taking an objective that captures show and nobody typed; None if none is."""
+    """Say which option is against taking an objective that captures show and nobody typed; None: no option is."""
     inputs, measure = spec.inputs, spec.measure
     if inputs.passes is not Passes.TRAIN:
         why = "takes rollout passes, too" if inputs.passes is Passes.ALL else "takes rollout passes"
@@ -294,7 +296,7 @@ def _find_shown_loss_obstacle(spec: ReplayParts) -> str | None:
 
 
 def explain_whole_logits(spec: ReplayParts, objective: Objective | None) -> str:
-    """Return why a run needs the logits of all tokens at once, whatever the job had; empty if it does not."""
+    """Return why a run needs the logits of all tokens at once, whatever the job had; empty: it does not need them."""
     if spec.measure.trace:
         return "the trace holds them"
     return f"--loss {objective.loss} may ask for them" if objective and objective.needs_whole_logits else ""
@@ -302,7 +304,7 @@ def explain_whole_logits(spec: ReplayParts, objective: Objective | None) -> str:
 
 def _explain_attention(probed: _KernelAndLayout, kernel_name: str, typed: ActorSpec) -> ResolvedChoice:
     """Tell who chose the attention kernel, and why."""
-    # In `probed` the attention is still `auto` where nobody named a kernel.
+    # In `probed` the attention is still `auto` if neither the user nor the captures named a kernel that can be had.
     before, after = probed.actor_before_probe, probed.actor
     if typed.attention != Attention.AUTO:
         by = ChosenBy.TYPED
@@ -397,7 +399,7 @@ def _list_inputs_settings(inputs: InputsSpec, selection: Selection) -> Iterator[
         yield ResolvedChoice(setting="inputs.inputs", value=find_inputs_folder(inputs), by=by, why=why)
     chosen = selection.recording
     if inputs.recording is None and chosen is not None and chosen.num_recordings > 1:
-        # Whoever repeats the run takes the same recording, even if there is a later one by then.
+        # A repetition of this run takes the same recording, even if a later one exists by then.
         why = f"the latest of {chosen.num_recordings}"
         yield ResolvedChoice(setting="inputs.recording", value=chosen.number, by=ChosenBy.DEFAULT, why=why)
 
@@ -419,10 +421,10 @@ def _apply_to_part(part: PartT, name: str, choices: Sequence[ResolvedChoice]) ->
 
 
 def _add_typed(choices: Sequence[ResolvedChoice], spec: ReplaySpec) -> list[ResolvedChoice]:
-    """Return the choices, and those that were typed and are not among them.
+    """Return the choices, and a new choice for each option that was typed and has none.
 
-    They are in the order of the options: for each option its choice, or a new one if none is there and the option
-    differs from its default. Last come the choices of what no option sets, such as the frozen parameters.
+    An option counts as typed if its value is not its default. The choices are in the order of the options. Last come
+    the choices that no option sets, such as the frozen parameters.
     """
     by_setting = {choice.setting: choice for choice in choices}
     in_option_order: dict[str, ResolvedChoice] = {}

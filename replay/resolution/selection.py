@@ -34,15 +34,17 @@ from replay.resolution.windows import InputRound, JobPass, SelectedCapture, Wind
 from replay.runlog.run_file import RunInputs, UnusedFile
 from replay.verdict.recorded_pass import list_job_dtypes, read_divisor
 
-# So many passes that are not replayed are remembered, to be looked at for remarks.
+# At most this many of the passes that are not replayed are kept, for the notes on the job.
 MAX_LEFT_OUT = 16
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ChosenRecording:
-    """Which recording of a folder is replayed: number `number`, from 1. `begin` says when it began.
+    """Which recording of a folder is replayed.
 
-    ids  the recording's ids that its captures hold; None of captures that hold none
+    number  its number in the folder, from 1
+    begin   when it began, in words
+    ids     the ids by which captures name it; None among them: some captures hold no id
     """
 
     number: int
@@ -55,24 +57,24 @@ class ChosenRecording:
 class Selection:
     """The inputs that one data rank replays, and those it does not.
 
-    Files are read as far as the rounds need it: with --max-inputs, few after the last selected one. All are read for
-    --order worst, and where each data rank replays what one rank captured. Of segments the indexes are read, and of the
-    passes those that are selected.
+    A round is the inputs that the data ranks replay at the same time, one for each data rank. Only the files that the
+    rounds need are read: with --max-inputs, few after the last selected file. All files are read for --order worst, and
+    if each data rank replays what one rank captured. A segment's index is read, and of its passes the selected ones.
 
-    num_left_out_passes  passes of the kind that --passes does not select, among those that were read
-    left_out             the first MAX_LEFT_OUT of them
-    num_left_over        inputs left because the data ranks hold unequal numbers
+    num_left_out_passes  how many passes that were read are of the kind that --passes does not select
+    left_out             the first MAX_LEFT_OUT of these passes
+    num_left_over        inputs that are not replayed, because other data ranks have no more inputs
     damaged              files that cannot be read, and why
     dealing              how inputs were distributed over the data ranks, in one sentence
-    unreplayable         files that can be read, of calls that no replay can make, and why
-    rounds               one per input; inputs replayed beyond the rounds (--uneven) have none
-    not_recorded         numbers of training passes that the recording could not keep, by the reason
-    grad_accumulation    as requested, else the number that reproduces the job's windows
-    has_job_windows      that number was found in the captures
+    unreplayable         files that can be read, but record a call that no replay can make, and why
+    rounds               one for each input; inputs that are replayed after the rounds (--uneven) have none
+    not_recorded         how many training passes the recording could not keep, by the reason
+    grad_accumulation    as typed, else the number that reproduces the job's windows, else 1
+    has_job_windows      `grad_accumulation` is the number that reproduces the job's windows
     must_keep_padding    padding predicts a label of the loss, or stands between the tokens of a row, so that rows have
                          to be padded as captured
-    is_whole             all passes of the kind that --passes selects are replayed, those of every rank
-    recording            which recording of the folder is replayed; None with --input-file
+    is_whole             all passes of the kind that --passes selects are replayed, of every rank of the job
+    recording            which recording of the folder is replayed; None: one file is replayed (--input-file)
     """
 
     inputs: list[Path]
@@ -142,7 +144,7 @@ class CaptureReader:
                 self.left_out += [capture.capture] if len(self.left_out) < MAX_LEFT_OUT else []
 
     def count_tokens(self, capture: SelectedCapture) -> SelectedCapture:
-        """Return `capture` with the number of the loss's tokens; 0 if it cannot be read: its pass will report why."""
+        """Return `capture` with its number of tokens of the loss; 0 if it cannot be read: its pass will report why."""
         if capture.num_tokens is not None:
             return capture
         try:
@@ -157,17 +159,18 @@ class CaptureReader:
     def _count_loss_tokens(self, batch: MicroBatch) -> tuple[int, int]:
         """Count the tokens of the loss, and those among them that padding predicts.
 
-        Both are 0 for a micro-batch that no model accepts: its pass will report why.
+        The second number is 1 larger if padding stands between the tokens of a row, whether or not it predicts a label.
+        Both numbers are 0 for a micro-batch that no model accepts: its pass will report why.
         """
         try:
-            of_loss = replace(select_loss_tokens(self.loss, batch), padding_predicts_label=self.padding_predicts_label)
-            # Of a loss that the job computed from logits, the targets that its gradient showed are the labels.
+            loss_batch = select_loss_tokens(self.loss, batch)
+            loss_batch = replace(loss_batch, padding_predicts_label=self.padding_predicts_label)
+            # If the job computed its loss from logits, the labels are the targets that the logits' gradient shows.
             is_recorded = self.loss == LossName.AUTO and name_loss(self.loss, batch) == LossName.STAND_IN
-            with_labels = with_loss_targets_as_labels(batch) if is_recorded else of_loss
+            with_labels = with_loss_targets_as_labels(batch) if is_recorded else loss_batch
             num_after_padding = count_predicted_by_padding(with_labels) if self.padding_predicts_label else 0
-            # Whether or not it predicts a label.
             num_after_padding += needs_captured_rows(batch)
-            return count_action_tokens(of_loss), num_after_padding
+            return count_action_tokens(loss_batch), num_after_padding
         except CaptureError:
             return 0, 0
 
@@ -245,14 +248,14 @@ def select(
 
     Round i holds the i-th input of every data rank, all of one kind (train or rollout), so that all ranks run or skip
     the same backward. In recorded order, each data rank replays what one rank captured, if there are as many data ranks
-    as ranks that captured; otherwise, and with --shuffle-inputs or --order worst, inputs are dealt to the data ranks in
+    as ranks that captured. Otherwise, and with --shuffle-inputs or --order worst, inputs are dealt to the data ranks in
     turn. A single --input-file is replayed by every data rank. With --uneven, inputs that fill no round come after the
-    rounds.
+    rounds. In recorded order, captures that record the optimizer step are sorted by step. With --order worst, the
+    largest inputs come first.
 
-    In recorded order, captures that record the optimizer step come by step. Without `grad_accumulation`, the number of
-    passes in a window is chosen to reproduce the job's windows. With --order worst, the largest inputs come first, by
-    their real tokens if rows are packed (`packs`), else by their padded ones. With `padding_predicts_label`, labels
-    that padding predicts are tokens of the loss.
+    grad_accumulation  None: the number of passes in a window is chosen to reproduce the job's windows
+    packs              rows are packed, so --order worst compares real tokens; otherwise it compares padded tokens
+    padding_predicts_label  labels that padding predicts are tokens of the loss
     """
     check_inputs(spec)
     reader = CaptureReader(passes=spec.passes, loss=loss, padding_predicts_label=padding_predicts_label)
@@ -314,7 +317,7 @@ def _find_end(spec: InputsSpec) -> int | None:
 
 
 def _pick_rounds(rounds: list[tuple[SelectedCapture, ...]], spec: InputsSpec) -> list[tuple[SelectedCapture, ...]]:
-    """Return the rounds of --pick-inputs, or all without it. Raises UsageError for a number that none has."""
+    """Return the rounds that --pick-inputs names; all if it was not typed. Raises UsageError for a missing number."""
     if spec.picked_numbers is None:
         return rounds
     if missing_numbers := [number for number in spec.picked_numbers if number >= len(rounds)]:
@@ -330,7 +333,7 @@ def _check_file_exists(path: Path) -> Path:
 
 
 def choose_recording(recordings: Sequence[FolderRecording], number: int | None) -> FolderRecording:
-    """Return the recording of this number, or the latest. Raises UsageError for a number that none has."""
+    """Return the recording of this number; None: the latest. Raises UsageError if no recording has the number."""
     if number is None:
         return recordings[-1]
     if number > len(recordings):
@@ -343,7 +346,10 @@ def choose_recording(recordings: Sequence[FolderRecording], number: int | None) 
 def _count_not_recorded(
     folder: Path, recordings: Sequence[FolderRecording] = (), chosen: FolderRecording | None = None
 ) -> dict[str, int]:
-    """Count the training passes that the chosen recording could not keep; none where its end cannot be read."""
+    """Count, by the reason, the training passes that a recording could not keep; empty if its end cannot be read.
+
+    chosen  the recording; None: all recordings of the folder
+    """
     others = {id for recording in recordings for id in recording.ids if recording is not chosen}
     try:
         return count_not_recorded(folder, without=others)
@@ -387,9 +393,9 @@ def _deal(
 ) -> tuple[list[tuple[SelectedCapture, ...]], list[list[SelectedCapture]], str]:
     """Return the rounds, the inputs left over on each data rank, and a sentence that describes the distribution.
 
-    First the captures get their order: shuffled, by size, or as recorded. Then each is dealt to a data rank: in
-    recorded order to the one that stands for the rank that captured it, if there are as many of both; otherwise in
-    turn. `Selection` says which files are read.
+    First the captures get their order: shuffled, by size, or as recorded. Then each capture is dealt to a data rank. In
+    recorded order, if there are as many data ranks as ranks that captured, each data rank gets what one rank captured.
+    Otherwise captures are dealt in turn. `Selection` says which files are read.
     """
     if spec.shuffle_inputs:
         random.Random(spec.random_seed).shuffle(files)
@@ -450,9 +456,9 @@ def _repeat(captures: Iterable[SelectedCapture], num_times: int) -> Iterator[Sel
 
 
 class _RoundDealer:
-    """Yield rounds of one input per data rank, all of one kind. Inputs without partners stay in the queues.
+    """Yields rounds: one input for each data rank, all of one kind. Inputs that fill no round stay in the queues.
 
-    columns  the data rank of each capture; None: in turn
+    columns  the data rank of each capture; None: captures are dealt in turn
     """
 
     def __init__(self, captures: Iterable[SelectedCapture], columns: list[int] | None, num_data_ranks: int) -> None:
@@ -473,7 +479,7 @@ class _RoundDealer:
         self.is_exhausted = True
 
     def collect_left_over(self) -> list[list[SelectedCapture]]:
-        """Return the inputs left over by data rank, once every capture has been read."""
+        """Return the inputs that fill no round, by data rank. Call this once every capture has been read."""
         return [[*trains, *others] for trains, others in zip(*self.queues_by_kind.values(), strict=True)]
 
 
