@@ -54,27 +54,30 @@ class VerdictSettings:
     """The settings of a replay that decide which of the job's numbers it can be held to, and how closely.
 
     dtype             as torch names it
-    is_dtype_typed    it was typed, whatever the job computed in
-    is_custom         the model is a user's own, whose weights come from --weights; those of others come from --model
+    is_dtype_typed    the dtype was typed, whatever the job computed in
+    is_custom         the model is a user's own, with weights from --weights; other models have weights from --model
     lacks_weights     the model is a user's own, and its weights are random, since --weights was not given
     stepping_actor    the actor, if its optimizer steps (with --step, or as the job); None: the replay takes no step
-    loaded_counts     the steps that were counted by the state that its optimizer begins with; None: it has no state
-    exchanged_states  parameters of which the job held the state that the replay was given of another one, with that one
-    optimizer_settings_of_job  names, by torch, of the settings that the replay takes from each of the job's steps
+    loaded_counts     the steps that the optimizer state counts with which the replay begins; None: it begins without
+    exchanged_states  pairs of parameters: the job's optimizer held for the first the state that the replay's optimizer
+                      was given for the second
+    optimizer_settings_of_job  torch's names of the settings that the replay takes from each of the job's steps
     steps_unasked     the replay steps though --step was not typed, and leaves out steps that it cannot take as the job
-    step_dtype        the coarse dtype that the optimizer rounds a step to; None: it rounds to none, or does not step
+                      did
+    step_dtype        the coarse dtype that the optimizer rounds a step to; None: it rounds no step, or does not step
     num_steps_before  the steps that the job had taken before the first pass of the replay
     dropout           the model's dropout settings that are not 0
     packs             rows are packed, so that dropout masks have other shapes than a padded job's
-    why_other_draws   why dropout draws other masks here, whatever the rows; None: for no reason that is known
-    why_no_draws      why dropout of the job cannot act here; None: all of it can
+    why_other_draws   why dropout draws other masks here, even if the rows are fed as captured; None: no reason is known
+    why_no_draws      why some dropout of the job cannot act here; None: all of it can
     is_mixture        the model is a mixture of experts
     has_job_routes    in every pass each token went to the experts that the job chose
-    model_differences  what the job's model is known to have other than the replay's
-    floors            by quantity, how far two replays of these inputs were apart that differ in rounding alone
-    step_floors       by pass, the floors at that pass of two replays that step
-    why_no_floors     why the floors could not be measured, if they could not
-    follows_frozen    the replay trains the parameters that the job trained, step by step, though those changed
+    model_differences  the known differences between the job's model and the replay's
+    floors            noise floors by quantity: how far two replays of these inputs that differ in rounding alone were
+                      apart
+    step_floors       by pass index, the noise floors of that pass, measured with two replays that step
+    why_no_floors     why the floors could not be measured; None: they could, or were not needed
+    follows_frozen    the job changed which parameters it trained, and the replay changes them at the same steps
     job_code_clip_norm  the norm to which the job's own code clipped gradients before they were recorded; the replay
                       clips to it too
     """
@@ -118,14 +121,15 @@ class VerdictSettings:
         return self.is_mixture and not self.has_job_routes
 
     def choose_bound(self, name: str, dtypes: Sequence[str], num_tokens: int, index: int) -> float:
-        """Return how far a number of the pass `index` may be from the job's. Steps before it only widen the bound."""
+        """Return how far a number of the pass `index` may be from the job's. Earlier steps can only widen the bound."""
         step_floor = self.step_floors.get(index, {}).get(TOKENS if name == ACTION_TOKENS else name)
         bound = compute_bound(name, dtypes, self.num_layers, num_tokens, self.floors, is_mixture=self.chooses_experts)
         if step_floor is None:
             return bound
         widened = step_floor.bound
         if name == GRAD_NORM and (signed := self._list_signature_floors(index)):
-            # A few norms are a poor floor. The whole norm is off by no more than the elements of most kinds are.
+            # A floor that was measured with a few norms is poor. The whole norm is off by no more than the elements of
+            # most kinds of parameters are.
             typical = signed[len(signed) // 2]
             elements = compute_signature_bound(dtypes, self.num_layers, typical, has_stepped=True)
             widened = min(widened, compute_norm_bound(elements, dtypes))
@@ -136,7 +140,7 @@ class VerdictSettings:
     ) -> float:
         """Return how large the root mean square of a signature's differences may be, for a kind of parameters.
 
-        A kind that no floor was measured for has the largest floor of the others. The last two arguments are those of
+        A kind without a measured floor gets the largest floor of the other kinds. The last two arguments are those of
         `compute_signature_bound`.
         """
         floors = self.step_floors.get(index) or self.floors
@@ -161,13 +165,15 @@ class VerdictSettings:
     ) -> str | None:
         """Say why a difference in a mixture of experts proves nothing: tokens may have been routed to other experts.
 
-        Two experts' scores of a token may be equal but for rounding. Then the job and the replay may choose different
-        experts, and so may the two replays that the floor is measured between. That happens in a coarse dtype alone.
-        None where routes do not explain so large a difference, and where each token went to the job's experts: then
-        only a rounding that could not be measured is a doubt.
+        Two experts' scores of a token may be equal except for rounding: a tie. Then the job and the replay may choose
+        different experts, and so may the two replays with which the floor is measured. This happens only in a coarse
+        dtype, one with less precision than fp32.
 
-        num_tokens   over which the number is a mean: routes of different tokens are independent
-        least_floor  the floor to assume at least, as a measured one may have seen no token at a tie
+        Returns None if routes do not explain a difference of this size. If each token went to the job's experts, routes
+        explain nothing, and the only doubt is a rounding that could not be measured.
+
+        num_tokens   the number of tokens over which the number is a mean: the routes of tokens are independent
+        least_floor  the least floor to assume, since the replays of a measured floor may have had no token at a tie
         """
         if not (self.is_mixture and is_coarse(dtypes)):
             return None
@@ -193,13 +199,15 @@ class VerdictSettings:
 class Finding:
     """One recorded quantity beside the replay's. Where it has many values, this is the farthest of them.
 
-    where           which of many values it is: a row, a token, a parameter
-    replayed        None where the replay has no such number
-    difference      relative; absolute where the recorded number is below 1, as a sum of log-probs may be 0
-    doubt           why a different number proves nothing, or why there is nothing to compare
-    is_evidence     an equal number is evidence, in spite of a doubt
+    where           which of many values this is: a row, a token, a parameter; None: there is only one
+    replayed        None: the replay has no such number
+    difference      relative; absolute if the recorded number is below 1, since a sum of log-probs may be 0; None:
+                    nothing was compared
+    bound           the largest difference with which the numbers agree; None: nothing was compared
+    doubt           why a different number proves nothing, or why there is nothing to compare; None: there is no doubt
+    is_evidence     an equal number is evidence that the replay does what the job did, even if there is a doubt
     num_values      how many values were compared
-    values_as_text  what was compared, in words, where it is no number
+    values_as_text  what was compared, in words; None: numbers were compared
     """
 
     name: str
@@ -241,12 +249,13 @@ def judge_number(
     where: str | None = None,
     num_values: int = 1,
 ) -> Finding:
-    """Judge a number that the job recorded, by its distance from the replay's and the bound of that.
+    """Judge a number that the job recorded, by its difference from the replay's number and the bound of the difference.
 
-    If `is_evidence` is None, an equal number is evidence unless there is a doubt.
+    If the bound is so wide that a loss or a gradient could be wrong by about its own size, agreement within the bound
+    means nothing, and the number is not judged. Two numbers that are both not finite have the difference 0: a replay
+    reproduces an overflow of the job by its own overflow.
 
-    A loss or a gradient that agrees within a bound that it could be off by its own size in was not judged. Numbers that
-    are not finite on both sides are no distance apart, as a job that overflowed is reproduced where the replay does.
+    is_evidence  an equal number is evidence; None: it is evidence unless there is a doubt
     """
     if math.isnan(difference):
         difference = absolute_difference(replayed, recorded)
@@ -271,7 +280,7 @@ def judge_number(
 
 
 def choose_worst(findings: Sequence[Finding]) -> Finding:
-    """Choose the worst: a number that differs without doubt is worse than one that is farther off and doubted."""
+    """Choose the worst finding. One that differs without a doubt is worse than a doubted one, however far off."""
     return max(findings, key=lambda finding: (finding.status is FindingStatus.DIFFERS, finding.share_of_bound))
 
 
@@ -340,7 +349,7 @@ def report_other_weighting(job_shares: Sequence[float], replay_shares: Sequence[
 
 
 def make_unjudged_finding(name: str, recorded: float, why: str, replayed: float | None = None) -> Finding:
-    """Make the finding of a recorded number that nothing can be held against."""
+    """Make the finding of a recorded number that can be compared with nothing."""
     return Finding(
         name=name, status=FindingStatus.NOT_JUDGED, recorded=recorded, replayed=replayed, doubt=why, is_evidence=False
     )
@@ -349,7 +358,7 @@ def make_unjudged_finding(name: str, recorded: float, why: str, replayed: float 
 def compare_pass(
     record: PassRecord, recorded: RecordedPass, replayed: ReplayedPass, settings: VerdictSettings
 ) -> list[Finding]:
-    """Compare each claim of a pass with the replay's numbers, but for the gradient norm, which belongs to a window.
+    """Compare each claim of a pass with the replay's numbers, except the gradient norm, which belongs to a window.
 
     A pass that failed has no numbers, and no finding.
     """
@@ -364,7 +373,7 @@ def compare_pass(
 def _compare_root_mean_square(
     claim: Claim, record: PassRecord, recorded: RecordedPass, replayed: ReplayedPass, settings: VerdictSettings
 ) -> Finding | None:
-    """Compare all sampled tokens together, where a floor was measured for them."""
+    """Compare all sampled tokens together; None if no floor was measured for them, or if there are none."""
     floor = (settings.step_floors.get(record.index) or settings.floors).get(TOKENS_RMS)
     pairs = _pair_values(claim, record, replayed)
     is_unknown = settings.why_no_floors is not None and is_coarse(list_dtypes(recorded, settings))
@@ -391,22 +400,23 @@ def root_mean_square(values: Sequence[float]) -> float:
 
 
 def list_dtypes(recorded: RecordedPass, settings: VerdictSettings) -> list[str]:
-    """List the dtypes that bounds depend on: the job's (bf16 where it does not say), the replay's, and that of steps.
+    """List the dtypes that bounds depend on: the job's (bf16 if unknown), the replay's, and that of earlier steps.
 
-    Behind a step that was rounded to a coarse dtype, as Muon's is, the weights are known to that dtype's precision.
+    Some optimizers, such as Muon, round a step to a coarse dtype. After such a step job and replay have the same
+    weights only to that dtype's precision.
     """
-    is_behind = recorded.num_steps_before is None or recorded.num_steps_before > settings.num_steps_before
-    step_dtypes = [settings.step_dtype] if is_behind and settings.step_dtype is not None else []
+    is_after_step = recorded.num_steps_before is None or recorded.num_steps_before > settings.num_steps_before
+    step_dtypes = [settings.step_dtype] if is_after_step and settings.step_dtype is not None else []
     return [*(recorded.dtypes or ["bfloat16"]), settings.dtype, *step_dtypes]
 
 
 def _compare_claim(
     claim: Claim, record: PassRecord, recorded: RecordedPass, replayed: ReplayedPass, settings: VerdictSettings
 ) -> Finding:
-    """Compare the values of a claim, each a mean over its tokens, and return the finding of the farthest.
+    """Compare the values of a claim, each a mean over its tokens, and return the finding of the worst value.
 
-    A loss is a function of log-probs, so its bound grows by how steep that function is. A value that the job kept in a
-    16-bit dtype is rounded once more.
+    A loss is a function of log-probs, so the steeper the function, the wider the bound. A value that the job stored in
+    a 16-bit dtype was rounded once more, which widens the bound too.
     """
     findings = []
     dtypes = list_dtypes(recorded, settings)
@@ -439,14 +449,14 @@ def _compare_claim(
 
 
 def _count_tokens(claim: Claim, record: PassRecord) -> list[int]:
-    """Count the tokens of the replay that each value of a claim is of."""
+    """Count the replay's tokens that belong to each value of a claim."""
     return list(record.result.row_action_tokens) if claim.name == LOG_PROBS else [sum(record.result.row_action_tokens)]
 
 
 def _pair_values(
     claim: Claim, record: PassRecord, replayed: ReplayedPass
 ) -> list[tuple[str | None, float, float, int]]:
-    """Pair the values: where they are, the job's, the replay's, and the number of tokens that they are means over."""
+    """Pair the values: where they are, the job's, the replay's, and over how many tokens both are means."""
     if claim.name == LOSS:
         [job_value], replay_value = claim.values, record.result.loss
         return [] if replay_value is None else [(None, job_value, replay_value, sum(record.result.row_action_tokens))]

@@ -8,10 +8,10 @@
 
 With other weights than the job's no number means anything, so a pass that is known to have run on other weights is not
 judged. A number has a status, and a pass or a run has an outcome. Each number that the job recorded of a pass, or of
-the gradient of an optimizer step, is compared with the replay's number. By its status it agrees within its bound, or
-differs, or is unsettled or not judged, and then the verdict says why. The outcome is DIFFERS only where nothing else
-explains the difference: the weights are known to be the job's, and both computed the same quantity. Where there is a
-doubt, it is UNSETTLED or CANNOT TELL (`Outcome` says when).
+the gradient of an optimizer step, is compared with the replay's number. The status says that it agrees within its
+bound, differs, is unsettled, or is not judged. The verdict says why a number is unsettled or not judged. The outcome is
+DIFFERS only if nothing else explains the difference: the weights are known to be the job's, and job and replay computed
+the same quantity. If there is a doubt, the outcome is UNSETTLED or CANNOT TELL (`Outcome` says when).
 
 `floors` are noise floors: how far apart two replays are that differ in rounding alone.
 """
@@ -79,10 +79,10 @@ from replay.verdict.route_findings import compare_routes
 
 
 class PassEvidence(NamedTuple):
-    """What a verdict judges one pass on one rank by. `record` and `replayed` are the replay's, `recorded` is the job's.
+    """The evidence from which a verdict judges one pass on one rank: what the replay computed, and the job recorded.
 
     record    the pass in the replay's log
-    recorded  what the job recorded of the pass; None where the capture could not be read
+    recorded  what the job recorded of the pass; None: the capture could not be read
     replayed  numbers that the replay computed in the pass and does not keep in its log
     """
 
@@ -96,7 +96,7 @@ class JudgedRun:
     """The verdict on a run before its causes are found. `add_causes` may be called again when more is known.
 
     verdict   without causes
-    evidence  what the causes are found from; None where the passes cannot be judged
+    evidence  what the causes are found from; None: the passes cannot be judged
     """
 
     verdict: Verdict
@@ -112,8 +112,10 @@ class JudgedRun:
     ) -> Verdict:
         """Return the verdict with its causes.
 
-        trials  what came of running a wrong forward again, with one suspected cause changed at a time
-        single_pass_gradients  of each pass of a window, replayed alone, if the window's gradient is wrong
+        trials  what came of running a wrong forward again, with one suspected cause changed at a time; None: it was not
+                run again
+        single_pass_gradients  if a window's gradient is wrong: the gradient of each of its passes, replayed as a window
+                of its own; empty: no pass was replayed like this
         """
         if self.evidence is None:
             return self.verdict
@@ -143,13 +145,13 @@ def judge_without_causes(passes: Sequence[PassEvidence], settings: VerdictSettin
     2. Check that each pass ran on the job's weights. The passes between two optimizer steps ran on the same weights, so
        their samples of the weights are merged. Where the replay makes optimizer steps too, with --step or by default,
        its weights stay the job's as long as each of its steps equalled the job's step.
-    3. Judge each pass. With other dropout masks its numbers differ by chance, so numbers that differ are DIFFERS only
-       where the masks are known to be the job's: from the generators' states before and after the forward
-       (`dropout_masks`). A training pass whose numbers agree had the job's masks.
+    3. Judge each pass. With other dropout masks than the job's, its numbers differ by chance. So numbers that differ
+       are DIFFERS only if the masks are known to be the job's. The states of the random generators before and after the
+       forward tell this (`dropout_masks`). A training pass whose numbers agree had the job's masks.
     4. Judge the gradient of each window. Under dropout that needs point 3: the gradient is comparable if all passes of
        the window had the job's masks.
-    5. Where a higher precision than the job's was asked for, nothing is REPRODUCED: the job's coarser rounding may hide
-       an error that the replay's would show.
+    5. If a finer dtype than the job's was typed, nothing is REPRODUCED: the job's coarser rounding may hide an error
+       that the replay's finer rounding would show.
     6. Choose the outcome of the run: DIFFERS if any pass or gradient differs, else UNSETTLED if any is unsettled, else
        REPRODUCED if any is reproduced, else CANNOT TELL.
     """
@@ -184,8 +186,8 @@ def judge_without_causes(passes: Sequence[PassEvidence], settings: VerdictSettin
         pass_verdicts = downgrade_reproduced_to_unsettled(pass_verdicts, why_unsettled)
         window_verdicts = downgrade_reproduced_to_unsettled(window_verdicts, why_unsettled)
 
-    # In the order of the passes: a window's verdict, a PassVerdict too, comes after the verdict of its last pass. So a
-    # wrong gradient comes before the wrong numbers that it causes in later passes.
+    # Verdicts are in the order of the passes. The verdict of a window, a PassVerdict too, comes after the verdict of
+    # its last pass. So a wrong gradient comes before the wrong numbers that it causes in later passes.
     verdicts = sorted(
         [*pass_verdicts, *window_verdicts], key=lambda pass_verdict: (pass_verdict.index, pass_verdict.is_window)
     )
@@ -224,9 +226,9 @@ def judge_without_causes(passes: Sequence[PassEvidence], settings: VerdictSettin
 def _compare_passes(passes: Sequence[PassEvidence], settings: VerdictSettings) -> list[ComparedPass]:
     """Compare the numbers of each pass whose capture could be read."""
     readable = [(record, recorded, replayed) for record, recorded, replayed in passes if recorded is not None]
-    # `claims` are the quantities that the job recorded. A norm comes with the last pass of a window. So if two
-    # passes in a row have a norm, the later one is a window of its own. Otherwise only a recorded step tells how
-    # many passes the norm covers.
+    # `claims` are the quantities that the job recorded. A gradient norm comes with the last pass of a window. So if two
+    # passes in a row have a norm, the later pass is a window of its own. Otherwise only a recorded step tells how many
+    # passes the norm covers.
     passes_with_grad_norm = {
         (recorded.rank, recorded.forward_number)
         for _, recorded, _ in readable
@@ -282,18 +284,19 @@ def _refuse_to_judge(compared_passes: Sequence[ComparedPass], reason: str, setti
 
 
 def _choose_outcome(verdicts: Sequence[PassVerdict]) -> Outcome:
-    """DIFFERS if any pass or gradient differs, else UNSETTLED, else REPRODUCED, else CANNOT TELL."""
+    """Return DIFFERS if any pass or gradient differs, else UNSETTLED if any is, else REPRODUCED, else CANNOT TELL."""
     outcomes = {verdict.outcome for verdict in verdicts}
     decisive = (Outcome.DIFFERS, Outcome.UNSETTLED, Outcome.REPRODUCED)
     return next((outcome for outcome in decisive if outcome in outcomes), Outcome.CANNOT_TELL)
 
 
 def _choose_reason(verdicts: Sequence[PassVerdict], outcome: Outcome) -> str | None:
-    """Choose the reason to show: of the first UNSETTLED if this is the outcome, else the most frequent CANNOT TELL.
+    """Choose the reason to show.
 
-    Passes with other weights and passes that failed explain nothing of the others, so their reasons come last, however
-    many there are. None if no verdict is CANNOT TELL. If there is no verdict at all, the reason is that no pass was
-    replayed.
+    If the outcome is UNSETTLED, it is the reason of the first UNSETTLED verdict; otherwise the most frequent reason of
+    verdicts that are CANNOT TELL, and None if there are none. Passes with other weights and passes that failed tell
+    nothing about the other passes, so their reasons come last, however many there are. If there is no verdict at all,
+    the reason is that no pass was replayed.
     """
     if outcome is Outcome.UNSETTLED:
         return next(str(verdict.reason) for verdict in verdicts if verdict.outcome is outcome)
@@ -308,9 +311,9 @@ def _find_first_difference(verdicts: Sequence[PassVerdict], outcome: Outcome) ->
 
 
 def _select_open_findings(verdicts: Sequence[PassVerdict]) -> list[Finding]:
-    """Select the first finding of each quantity that is not judged, or unsettled.
+    """Select, for each quantity, the first finding that is not judged or unsettled.
 
-    Left out are passes with other weights than the job's, and doubts that are about dropout masks.
+    Passes with other weights than the job's are left out, and so are doubts about dropout masks.
     """
     first: dict[str, Finding] = {}
     for verdict in verdicts:
