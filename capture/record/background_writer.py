@@ -1,17 +1,16 @@
-"""Write in a background thread what the job hands over. The job does not wait for it: what does not fit is dropped.
+"""Write in a background thread what the job hands over. The job does not wait: what the queue cannot hold is dropped.
 
-How an item is written is the business of the callback `handle`.
+In this module an item is what the job's thread hands over: a pass, or something small, such as the outputs of a pass.
+The callback `handle` writes an item.
 
-Only `drain` and `close` wait, for the end of what is queued.
+Only `drain` and `close` wait, until what is queued has been handled.
 
 Python's GIL lets one thread run at a time. While this thread works, the job's own thread has to wait for its turn, and
 each time this thread wakes up, the job pays for a change of threads. That costs most while a forward begins: a device
-that has finished all earlier work stands idle until the job's thread gives it more. So this thread handles what is
-queued when the job calls `wake`, as it does at the end of each forward. By then the device has work. The job's thread
-goes on to the backward, or waits for the device, and needs Python for neither. What is queued later waits for the next
-call of `wake`. Without a call, this thread looks every MAX_DELAY_SECONDS.
-
-In this module an item is what the job's thread hands over: a pass, or something small, such as the outputs of a pass.
+that has finished all earlier work stands idle until the job's thread gives it more. So this thread begins to work when
+the job calls `wake`, at the end of each forward. By then the device has work. The job's thread goes on to the backward,
+or waits for the device, and needs Python for neither. An item that is queued after this call waits for the next call of
+`wake`. Without a call, this thread looks into the queue every MAX_DELAY_SECONDS.
 """
 
 import sys
@@ -35,7 +34,7 @@ ItemT = TypeVar("ItemT")
 
 
 class _Sentinel(Enum):
-    """Sentinel that `_wait_for_work` returns instead of an item; an Enum, so that a type checker tells them apart."""
+    """What `_wait_for_work` returns instead of an item. As an Enum, a type checker can tell it from an item."""
 
     DEADLINE_REACHED = auto()
 
@@ -46,7 +45,7 @@ class Deadline(Protocol):
     def seconds_left(self) -> float | None:
         """Return the seconds that are left, 0 once it is reached; None while there is no deadline.
 
-        The writer's thread calls it while it holds its lock, which the job's thread needs: so this must not wait.
+        The writer's thread calls this while it holds the lock that the job's thread needs. So this must not wait.
         """
 
 

@@ -1,10 +1,10 @@
-"""Run the replays that a command needs, its planned runs. A journal keeps the results of those that have ended.
+"""Run the replays that a command needs, its planned runs. A journal keeps how each planned run ended.
 
-So even a command that is killed loses none of them.
+So even a command that is killed loses no result.
 
 `logs/<time>-<command>/` has two files beside what the planned runs write. `<command>.json` has the plan, from which
-the command makes its planned runs, and the result; it is written when the command begins, and whenever the command
-knows more of the result:
+the command makes its planned runs, and the result. The file is written when the command begins, and whenever the
+command knows more of the result:
 
     {"format": 2, "command": "replay scan --group 4", "machine": {"num_devices": 2, "has_gpus": false},
      "versions": {"torch": "2.11.0", ...}, "plan": {...}, "result": {...}}
@@ -13,7 +13,7 @@ knows more of the result:
 
     {"job": "3f2a...", "exit_code": 0, "seconds": 8.1, "ran_alone": true, "attempt": "groups/0001/0"}
 
-There `job` is the digest of the planned run; it is not the training that was recorded.
+In this line `job` is the digest of the planned run, not the training that was recorded.
 
 `--continue` asks for the same planned runs again. Those in the journal come back without a run, except those that may
 have run beside others and have to run again (`Campaign._must_run_again`).
@@ -57,13 +57,13 @@ PlanT = TypeVar("PlanT")
 class PlannedRun:
     """A replay in processes of its own.
 
-    The journal knows a planned run by a digest of its fields and their names, in which `home` and the log folder are
-    left out. So renaming a field changes every digest, and no journal written before would know its runs.
+    The journal names a planned run by a digest of its fields and their names, without `home` and the log folder. If a
+    field is renamed, every digest changes, and a journal that was written before knows none of its planned runs.
 
-    home      where the folders of all its attempts lie, relative to the campaign's folder, such as `groups/0001`
-    python    path of another environment's interpreter; empty: this one
-    repeat    number of this run, where the same replay is run several times
-    inputs_digest  for a folder that may be filled anew (`minimise`); empty: the path of the inputs says enough
+    home      folder of the planned run's attempts, relative to the campaign's folder, such as `groups/0001`
+    python    path of another environment's interpreter; empty: the interpreter that runs this code
+    repeat    number of this run, if the same replay is run several times
+    inputs_digest  digest of the inputs if their folder may be filled anew (`minimise`); empty: their path says enough
     """
 
     home: str
@@ -84,7 +84,7 @@ class PlannedRun:
 
 
 def has_ended_without_answer(process_result: ProcessResult) -> bool:
-    """Did the replay end without an answer, by a signal or its time limit?
+    """Did a signal or the time limit end the replay before it gave an answer?
 
     Exit codes 0, 1 (it ran and reports a failure) and 2 (it refused its options) are answers.
     """
@@ -96,7 +96,7 @@ class EndedRun(NamedTuple):
 
     A planned run that has to run again (`Campaign._must_run_again`) is reported as new each time it runs.
 
-    position   of the planned run among those that the command asked for
+    position   number of the planned run among those that the command asked for, from 0
     ran_alone  the machine runs one planned run at a time. False: others may have run beside this one, so its times mean
                nothing. On Ray always False
     is_new     the planned run was run now; False: its result was in the journal
@@ -112,7 +112,7 @@ class EndedRun(NamedTuple):
 class _JournalLine:
     """What the journal keeps of a planned run that has ended.
 
-    job        digest of the planned run. The journal's key is the attribute's name, so this keeps the name
+    job        digest of the planned run; this is also the key in the journal, so the attribute is not renamed
     exit_code  None: it did not end within its time limit
     attempt    folder of its last attempt, below `PlannedRun.home`; relative to the campaign's folder
     """
@@ -269,9 +269,10 @@ class Campaign(Generic[PlanT]):
         return len(self._lines_by_digest)
 
     def check_can_continue(self, executor: Executor, planned_runs: Iterable[PlannedRun] | None = None) -> None:
-        """Raise UsageError if planned runs still have to run, and this machine or these versions are not fit for it.
+        """Raise UsageError if planned runs still have to run, and this machine or its libraries do not suit them.
 
-        planned_runs  all that the command will ask for; None: they are not known yet, so some may have to run
+        planned_runs  all planned runs that the command will ask for; None: they are not known yet, so some may have to
+                      run
         """
         if planned_runs is not None and all(self.find_ended(planned_run) for planned_run in planned_runs):
             return
@@ -279,11 +280,11 @@ class Campaign(Generic[PlanT]):
         refuse_other_versions(self.versions, self.folder)
 
     def find_ended(self, planned_run: PlannedRun, position: int = 0) -> EndedRun | None:
-        """Return how a planned run ended, by the journal.
+        """Return what the journal knows of how a planned run ended.
 
         None if it has not ended, or if it has to run again (`_must_run_again`).
 
-        position  of the planned run among those that the command asked for, copied into the result
+        position  is copied into the result
         """
         line = self._lines_by_digest.get(planned_run.digest_in(self.folder))
         if line is None:
@@ -306,7 +307,7 @@ class Campaign(Generic[PlanT]):
     def forget(self, planned_run: PlannedRun) -> None:
         """Forget, in this process, the result of a planned run, so that it runs again.
 
-        Its line stays in the journal; of several lines of a planned run the last one counts.
+        Its line stays in the journal. If a planned run has several lines, the last one counts.
         """
         self._lines_by_digest.pop(planned_run.digest_in(self.folder), None)
 
@@ -317,12 +318,13 @@ class Campaign(Generic[PlanT]):
         start_deadline: float | None = None,
         working_folder: Path = Path(),
     ) -> Generator[EndedRun]:
-        """Yield how each planned run ended: those of the journal first; the others are run, and come as they end.
+        """Yield how each planned run ended.
 
-        A run that the deadline keeps from starting is not yielded.
+        First come those that the journal knows. Then the others are run, and come in the order in which they end. A run
+        that the deadline keeps from starting is not yielded.
 
-        start_deadline  no run is started after this time of `time.monotonic`; None: as the limits say
-        working_folder  the folder that relative paths are resolved against
+        start_deadline  no run is started after this time of `time.monotonic`; None: the deadline from the limits
+        working_folder  the folder in which relative paths begin
         """
         assert self._task_runner is not None, "call open() first"
         pending = {}
@@ -331,7 +333,7 @@ class Campaign(Generic[PlanT]):
                 yield ended
             else:
                 pending[position] = planned_run
-        # Lazy: making a task claims its attempt folder.
+        # Making a task claims its attempt folder. So a generator makes each task when it is about to run.
         tasks = ((position, self._make_task(planned_run, working_folder)) for position, planned_run in pending.items())
         start_deadline = self._start_deadline if start_deadline is None else start_deadline
         for position, process_result in self._task_runner(tasks, start_deadline=start_deadline):
@@ -339,7 +341,7 @@ class Campaign(Generic[PlanT]):
             yield EndedRun(position, process_result, self._runs_are_alone, is_new=True)
 
     def run(self, planned_run: PlannedRun, working_folder: Path = Path()) -> ProcessResult:
-        """Return how one planned run ended: by the journal, else after a run, ignoring the start deadline."""
+        """Return how one planned run ended. If the journal does not know it, it is run, also after the deadline."""
         [ended] = self.run_all([planned_run], start_deadline=math.inf, working_folder=working_folder)
         return ended.process_result
 
@@ -391,9 +393,9 @@ class Interruption:
         return self.error is not None
 
     def reraise(self, folder: Path) -> None:
-        """Raise the interruption that ended the block, if one did, with a note that names `folder`.
+        """Raise the interruption that ended the block, if one did, with a note that the results are in `folder`.
 
-        The caller has written the results before.
+        Write the results before this call.
         """
         if self.error is not None:
             add_log_folder_note(self.error, folder)

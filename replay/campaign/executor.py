@@ -32,8 +32,8 @@ class Executor(Protocol):
     def make_runner(self, root: Path, machine: Machine, at_once: int | None) -> RunTasks:
         """Return what runs tasks whose logs lie below `root`.
 
-        at_once  processes on each GPU at the same time, or tasks on a CPU. None: one task at a time on this machine,
-                 and on Ray as many as it has places for
+        at_once  processes on each GPU at the same time, or tasks on a CPU; None: one task at a time on this machine,
+                 and on Ray as many tasks as there is room for, with one process on each GPU
         """
 
     def make_resumable_runner(self, root: Path, machine: Machine, storage: str) -> RunTasks:
@@ -114,7 +114,7 @@ class OnRay:
 def open_executor(ray: RayOptions | None, num_ranks: int = PROCESSES_ON_A_CPU) -> Iterator[Executor]:
     """Connect to the Ray cluster that the options name, or use this machine.
 
-    num_ranks  the most that a planned run has on a cluster without GPUs
+    num_ranks  the most ranks that a planned run has on a cluster without GPUs
     """
     if ray is None:
         yield ThisMachine()
