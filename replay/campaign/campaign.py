@@ -265,7 +265,7 @@ class Campaign(Generic[PlanT]):
 
     @property
     def num_ended(self) -> int:
-        """Return how many planned runs have ended, those included that have to run again."""
+        """Return how many planned runs have ended, including those that have to run again."""
         return len(self._lines_by_digest)
 
     def check_can_continue(self, executor: Executor, planned_runs: Iterable[PlannedRun] | None = None) -> None:

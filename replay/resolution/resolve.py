@@ -96,7 +96,7 @@ def resolve(
     3. whether and how the optimizer steps
     4. the attention kernel and the layout of rows: the job's kernel, unless a probe of the model finds it wrong
     5. how log-probs come from the head
-    6. the attention kernel where it is still `auto`; each rank checks it and takes transformers' name for it
+    6. the attention kernel if it is still `auto`; each rank checks it and takes transformers' name for it
     7. the settings that are left and have a default: those of the backend, the optimizer, the inputs and the objective
 
     Each choice is listed with who made it and why. A variable whose name begins with `actor` is an ActorSpec, the
@@ -239,8 +239,8 @@ def choose_loss(spec: ReplayParts, selection: Selection, first_call: CapturedCal
     """Choose the loss.
 
     A loss that was typed stays. Otherwise the loss is the job's objective, if every training pass shows it and no
-    option is against it. A pass shows it if the job gave the objective's tensors to `recorder.note`, or by the recorded
-    gradient of the logits. Otherwise the loss is sft if the first capture has labels, and the stand-in if it has none.
+    option is against it. A pass shows it by the objective's tensors, which the job gave to `recorder.note`, or by the
+    recorded gradient of the logits. Otherwise the loss is sft if the first capture has labels, else the stand-in.
     """
     loss = spec.measure.loss
     if loss != LossName.AUTO:
@@ -370,7 +370,7 @@ def _list_choices_left_to_actor(actor: ActorSpec) -> Iterator[ResolvedChoice]:
 
 
 def _list_backend_and_optimizer_settings(actor: ActorSpec) -> Iterator[ResolvedChoice]:
-    """Yield the ZeRO stage of the backend, and the settings of the optimizer but for its learning rate."""
+    """Yield the ZeRO stage of the backend, and the settings of the optimizer except its learning rate."""
     if find_backend_declaration(actor.backend).shards:
         by, why = ChosenBy.TYPED, ""
         if actor.zero_stage is None:
@@ -414,7 +414,8 @@ def _choose_clip_high_default(spec: ReplayParts) -> Iterator[ResolvedChoice]:
 def _apply_to_part(part: PartT, name: str, choices: Sequence[ResolvedChoice]) -> PartT:
     """Return `part` with the values that the choices give to its settings.
 
-    part  of a spec (`ReplayParts`); `name` is its field there: actor, inputs, measure, state or objective
+    part  a part of a spec (`ReplayParts`)
+    name  the field of the spec that holds the part: actor, inputs, measure, state or objective
     """
     values = {choice.setting.removeprefix(f"{name}."): choice.value for choice in choices}
     return replace(part, **{field.name: values[field.name] for field in fields(part) if field.name in values})

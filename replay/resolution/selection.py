@@ -94,7 +94,7 @@ class Selection:
 
     @property
     def shown_objective(self) -> str | None:
-        """The objective that every training pass of the job shows, as `name_shown_objective` has it; else None."""
+        """The objective that every training pass of the job shows, as `name_shown_objective` names it; else None."""
         shown = {
             job_pass.objective
             for input_round in self.rounds
@@ -118,7 +118,7 @@ class Selection:
 
 @dataclass(kw_only=True, slots=True)
 class CaptureReader:
-    """Read captures one by one, counting those of the other kind and those that cannot be read.
+    """Reads captures one by one. Counts those of the kind that is not replayed, and lists those that cannot be read.
 
     padding_predicts_label  labels that padding predicts are tokens of the loss
     """
@@ -424,7 +424,7 @@ def _deal(
 def _read_in_job_order(
     reader: CaptureReader, files: list[CaptureLocation], order: WindowOrder
 ) -> tuple[Iterator[SelectedCapture], str]:
-    """Return the captures by step if the first one records its step, else as `files` are; and the order's name."""
+    """Return the captures and the name of their order: by step if the first one records its step, else as `files`."""
     remaining_files = iter(files)
     captures = reader.read(remaining_files)
     first = next(captures, None)

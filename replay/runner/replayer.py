@@ -93,7 +93,9 @@ class ReopeningError(RuntimeError):
 
 
 class ReopenableActor:
-    """Hold a backend and open it again after a failed pass, whose remains in the backend would corrupt the next pass.
+    """Hold a backend and open it again after a failed pass.
+
+    What the failed pass left in the backend would corrupt the next pass.
 
     state_folder  a state that --save-state wrote, which is loaded into each backend that is opened; None: no state
     """
@@ -217,8 +219,8 @@ class Replayer:
     def find_non_finite_in_latest_pass(self, record: PassRecord) -> PassRecord:
         """Run the latest pass again to find its first tensor that is not finite.
 
-        Returns `record`, which is the pass's record, with the name of the tensor, or with the reason why it cannot be
-        found; unchanged if this rank has no such tensor. All ranks must call this.
+        Returns the pass's `record` with the name of the tensor, or with the reason why the tensor cannot be found;
+        unchanged if this rank has no such tensor. All ranks must call this.
         """
         assert self._latest_inputs is not None
         self.tracker.enter_phase(RankPhase.SEARCHING_NON_FINITE)
@@ -241,7 +243,7 @@ class Replayer:
         self._expected_times.learn(rank_records)
 
     def time_second_run(self, record: PassRecord, rank_records: Sequence[PassRecord]) -> PassRecord:
-        """Return `record`, that of the latest pass, with the seconds of a second run, which changes no weights.
+        """Return the latest pass's `record` with the seconds of a second run, which changes no weights.
 
         All ranks must call this.
         """
@@ -578,8 +580,8 @@ class Replayer:
 
         They are computed now, because the next step may change the weights.
 
-        Returns None if no other loss is tried: without an objective, if its loss is the job's or is not one that has
-        other forms, if the forward is not comparable with the job's, and after MAX_TRIED_PASSES passes.
+        Returns None if there is no objective, if the objective's loss is the job's, if no other losses are known for
+        the objective, if the forward is not comparable with the job's, or after MAX_TRIED_PASSES passes.
         """
         # The tried losses have no routers' part. A run with reversed rows only measures what rounding does.
         is_comparable = outcome.router_loss is None and inputs.train_mode and not inputs.has_reversed_rows
@@ -637,7 +639,10 @@ class Replayer:
 def _collect_noted_log_probs(
     outcome: PassOutcome, inputs: PassInputs, captured_call: CapturedCall, batch: MicroBatch
 ) -> NotedLogProbs | None:
-    """Collect the log-probs that the job noted, beside the pass's own. A run with reversed rows measures rounding."""
+    """Collect the log-probs that the job noted, each beside the replay's own.
+
+    None if the job noted none, or if the rows are reversed: such a run only measures what rounding does.
+    """
     tensors = {**captured_call.tensors, **captured_call.notes}
     if inputs.has_reversed_rows or not any(name in tensors for names in NAMES.values() for name in names):
         return None

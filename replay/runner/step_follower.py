@@ -204,7 +204,7 @@ def _predict_state_bytes(spec: ResolvedReplay, world: World, backend: Backend) -
 
 
 def _read_free_bytes(device: torch.device) -> int | None:
-    """Return the bytes that can still be allocated; None where the system does not say."""
+    """Return the bytes that can still be allocated; None: the system does not say."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)

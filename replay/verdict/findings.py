@@ -58,7 +58,7 @@ class VerdictSettings:
     is_custom         the model is a user's own, with weights from --weights; other models have weights from --model
     lacks_weights     the model is a user's own, and its weights are random, since --weights was not given
     stepping_actor    the actor, if its optimizer steps (with --step, or as the job); None: the replay takes no step
-    loaded_counts     the steps that the optimizer state counts with which the replay begins; None: it begins without
+    loaded_counts     counts of steps in the optimizer state with which the replay begins; None: it begins without one
     exchanged_states  pairs of parameters: the job's optimizer held for the first the state that the replay's optimizer
                       was given for the second
     optimizer_settings_of_job  torch's names of the settings that the replay takes from each of the job's steps
@@ -117,7 +117,7 @@ class VerdictSettings:
 
     @property
     def chooses_experts(self) -> bool:
-        """Did tokens choose their experts anew, so that those at a tie may have taken others?"""
+        """Did tokens choose their experts here, so that a token at a tie may have other experts than in the job?"""
         return self.is_mixture and not self.has_job_routes
 
     def choose_bound(self, name: str, dtypes: Sequence[str], num_tokens: int, index: int) -> float:
@@ -252,8 +252,8 @@ def judge_number(
     """Judge a number that the job recorded, by its difference from the replay's number and the bound of the difference.
 
     If the bound is so wide that a loss or a gradient could be wrong by about its own size, agreement within the bound
-    means nothing, and the number is not judged. Two numbers that are both not finite have the difference 0: a replay
-    reproduces an overflow of the job by its own overflow.
+    means nothing, and the number is not judged. Equal infinities have the difference 0, and so has nan beside nan or an
+    infinity: a replay reproduces an overflow of the job by its own overflow.
 
     is_evidence  an equal number is evidence; None: it is evidence unless there is a doubt
     """
@@ -322,7 +322,7 @@ def report_miscounted_steps(number: int, counted: int, counted_later: int) -> Fi
 
 
 def report_settings_of_ranks(number: int, difference: str) -> Finding:
-    """Report that the job's ranks, which hold whole models, took its step `number`, from 0, with other settings."""
+    """Report that the job's ranks, which hold whole models, took step `number`, from 0, with different settings."""
     return Finding(
         name=OPTIMIZER,
         status=FindingStatus.UNSETTLED,
