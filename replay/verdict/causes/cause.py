@@ -90,6 +90,7 @@ class Cause:
     sentence  what is wrong, where, and since when, in words for the terminal
     try_next  the command or the change that mends it, or that tells more; None where nothing does
     explains  the names of the findings that this cause explains, as `Finding.name` has them
+    entails   causes that would be its consequences, however sure they are, such as labels of what a wrong mask hides
     """
 
     name: CauseName
@@ -97,3 +98,4 @@ class Cause:
     sentence: str
     try_next: str | None = None
     explains: Sequence[str] = ()
+    entails: Sequence[CauseName] = ()

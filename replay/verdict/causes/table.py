@@ -51,9 +51,9 @@ SURENESS_ORDER = (Sureness.IS, Sureness.PROBABLY, Sureness.MAY_BE)
 def find_causes(evidence: CauseEvidence, rules: Sequence[CauseRule] = RULES) -> list[Cause]:
     """Return the causes that the evidence shows, the sure ones first, else in the order of the table.
 
-    A cause is left out if those before it explain all that is wrong and that it explains, unless it is sure and no
-    other of its name is. One of the first wrong number needs to be more than a second reason for what may follow from
-    that: a hook may only look.
+    A cause is left out if one before it entails it, or if those before it explain all that is wrong and that it
+    explains, unless it is sure and no other of its name is. One of the first wrong number needs to be more than a
+    second reason for what may follow from that: a hook may only look.
     """
     wrong = set(evidence.list_wrong_names())
     first_names = {finding.name for verdict, finding in evidence.wrong if verdict is evidence.first_wrong}
@@ -63,6 +63,8 @@ def find_causes(evidence: CauseEvidence, rules: Sequence[CauseRule] = RULES) -> 
         for cause in candidates:
             # What may be is said only where nothing better is known.
             if cause.sureness is not sureness or (sureness is Sureness.MAY_BE and causes):
+                continue
+            if any(cause.name in other.entails for other in causes):
                 continue
             explained = {name for other in causes for name in other.explains}
             if first_names <= set(cause.explains):

@@ -18,6 +18,7 @@ def find_mask_of_padding(evidence: CauseEvidence) -> Cause | None:
         sentence=f"{text}, {name_time(first)}",
         try_next="an attention mask of 1 for tokens and 0 for padding",
         explains=EXPLAINED,
+        entails=(CauseName.OTHER_TOKENS,),
     )
 
 

@@ -45,6 +45,16 @@ def test_two_sure_causes_are_both_named() -> None:
     assert [cause.name for cause in find_causes(make_evidence("loss"), rules)] == [CauseName.MASK, CauseName.DTYPE]
 
 
+def test_a_sure_cause_that_one_before_it_entails_is_left_out() -> None:
+    first = replace(make_cause(CauseName.MASK, "loss"), entails=(CauseName.OTHER_TOKENS,))
+    rules = [
+        CauseRule(name=first.name, find=lambda evidence: first, means="", told_by="", job=""),
+        make_rule(CauseName.OTHER_TOKENS, Sureness.IS, "loss"),
+        make_rule(CauseName.DTYPE, Sureness.IS, "loss"),
+    ]
+    assert [cause.name for cause in find_causes(make_evidence("loss"), rules)] == [CauseName.MASK, CauseName.DTYPE]
+
+
 def test_what_no_cause_explains_stays() -> None:
     evidence = make_evidence("loss", "gradient norm")
     causes = find_causes(evidence, [make_rule(CauseName.MASK, Sureness.IS, "loss")])
