@@ -29,6 +29,15 @@ def test_the_verdict_on_a_job(name: str, campaign: Campaign) -> None:
         assert row.says == "ok", f"{row.outcome}: {row.headline}"
 
 
+@pytest.mark.parametrize("name", ["mean-of-means", "trainer-mean-of-means"])
+def test_the_option_that_a_cause_prints_gives_what_the_job_computed(name: str, campaign: Campaign) -> None:
+    folder = campaign.record(JOBS[name])
+    printed = Campaign(home=campaign.home, replay_arguments=["--window", "mean-of-means"])
+    assert folder == printed.record(JOBS[name])
+    [row] = printed.judge(JOBS[name], with_effect=False)
+    assert row.outcome == "REPRODUCED", row.headline
+
+
 def test_each_class_has_jobs_of_several_kinds() -> None:
     for fault_class in FaultClass:
         assert len({job.kind for job in JOBS.values() if job.fault_class is fault_class}) >= 2

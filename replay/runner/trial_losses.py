@@ -248,5 +248,5 @@ def _list_other_functions(tables: LossTables) -> Iterator[LossTrial]:
             loss=scale * mean,
             says=f"is the mean over its own {pluralise(count, 'label')}, though it was told to divide by "
             f"{tables.divisor:g}: num_items_in_batch is not heeded",
-            try_next="let the job's model heed num_items_in_batch, or --window mean-of-means",
+            try_next="let the job's model heed num_items_in_batch",
         )

@@ -43,6 +43,7 @@ from replay.verdict.trained_parameters import find_missing_gradients, find_train
 
 UNKNOWN_OBJECTIVE = "the gradient is of the job's objective, which the replay may not compute"
 ANOTHER_LOSS = "the job differentiated another loss than the one that its model returned"
+AVERAGED_MEANS = "the job averaged means"
 UNKNOWN_ROUTER_LOSS = "the job's loop may have added the routers' loss of its model"
 LEFT_OUT = "came after padding, which predicts none here"
 MAX_NAMED = 4
@@ -307,7 +308,7 @@ def _explain_doubt(window: Sequence[ComparedPass], steps: Sequence[OptimizerStep
         shares = _as_shares([compared_pass.record.result.weight for compared_pass in window])
         if _largest_difference(shares, _equal_weights(window)) <= SAME_SHARES:
             return ANOTHER_LOSS
-        return f"{ANOTHER_LOSS}, or weighed its passes otherwise. Try: --window mean-of-means"
+        return f"{ANOTHER_LOSS}, or weighed its passes otherwise"
     if not steps and not all(compared_pass.previous_pass_has_grad_norm for compared_pass in window):
         return "one gradient norm does not tell how many passes it was accumulated over"
     if len(window) > 1 and compute_job_weights(window) is None:
@@ -330,7 +331,7 @@ def _compare_weighting(
         return None
     norm = f" (gradient norm {job_norms[0][1]:.6g})" if job_norms else ""
     if _largest_difference(job_shares, _equal_weights(window)) <= SAME_SHARES:
-        why = f"the job averaged means{norm}; by tokens the norm is {replay_norm:.6g}. Try: --window mean-of-means"
+        why = f"{AVERAGED_MEANS}{norm}; by tokens the norm is {replay_norm:.6g}. Try: --window mean-of-means"
     else:
         why = f"the job weighed its passes otherwise{norm}; here the norm is {replay_norm:.6g}"
     return report_other_weighting(job_shares, replay_shares, why)

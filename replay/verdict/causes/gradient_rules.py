@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 from replay.output.text import name_some
 from replay.tolerances.job_bounds import GRADIENT_QUANTITIES
@@ -24,6 +25,7 @@ from replay.verdict.causes.factors import (
     find_uniform_factor,
     may_come_of_reduction,
 )
+from replay.verdict.causes.mix_rules import advise_weights
 from replay.verdict.causes.model_rules import GRADIENT_KINDS, OTHER_FORWARD_KINDS, describe_model_difference
 from replay.verdict.causes.route_rules import find_gradient_without_router_loss
 from replay.verdict.causes.wrong_gradient import (
@@ -41,12 +43,14 @@ from replay.verdict.dropout_masks import MaskStatus
 from replay.verdict.gradient_evidence import ComparedGradient
 from replay.verdict.gradient_findings import (
     ANOTHER_LOSS,
+    AVERAGED_MEANS,
     UNKNOWN_OBJECTIVE,
     ComparedPass,
     compute_job_weights,
     list_steps,
 )
 from replay.verdict.model_facts import ModelDifferenceKind as Kind
+from replay.verdict.outcomes import PassVerdict
 from replay.verdict.recorded_pass import MOVED, WEIGHTING
 
 
@@ -120,6 +124,10 @@ def find_scaled_loss(evidence: CauseEvidence) -> Cause | None:
     seen_factor = finding.recorded / finding.replayed if finding.replayed else math.nan
     if abs(factor - 1) < 1e-4 or not math.isclose(seen_factor, factor, rel_tol=0.1):
         return None
+    right_weights = [weight / math.fsum(replay_weights) for weight in replay_weights]
+    if _is_weighted_otherwise(verdict) and any(map(partial(math.isclose, rel_tol=1e-3), weights, right_weights)):
+        # A pass weighs what it should, so the factor is what the others' weights make of the sum.
+        return None
     if explain_loss_scale(factor) and clips_under_scale(window):
         return name_early_clipping(factor, verdict)
     num_tokens = sum(compared.recorded.num_tokens for compared in window)
@@ -162,6 +170,11 @@ def find_scaled_loss(evidence: CauseEvidence) -> Cause | None:
         f"{explain_loss_scale(factor) or explain_share(factor, window)}, {name_time(verdict)}",
         try_next="look for a factor on the loss between the model and the backward",
     )
+
+
+def _is_weighted_otherwise(verdict: PassVerdict) -> bool:
+    """Tell whether the job gave the passes of a window other shares of its gradient, which changes all of that."""
+    return any(finding.is_wrong and finding.name == WEIGHTING for finding in verdict.findings)
 
 
 def _name_loss_factor(name: CauseName, *, sentence: str, try_next: str) -> Cause:
@@ -401,14 +414,16 @@ def find_other_weighting(evidence: CauseEvidence) -> Cause | None:
     if wrong is None:
         return None
     verdict, finding = wrong
+    why = str(finding.doubt).partition(". Try: ")[0]
     return Cause(
         name=CauseName.WINDOW_WEIGHTS,
         sureness=Sureness.IS,
-        sentence=f"the passes of a step weigh {finding.values_as_text}, {name_time(verdict)}: {finding.doubt}",
+        sentence=f"the passes of a step weigh {finding.values_as_text}, {name_time(verdict)}: {why}",
         try_next="look for a loss that is multiplied by 0, or left out"
         if " 0," in f" {finding.values_as_text},"
-        else "weigh each pass by its share of the step's tokens, as num_items_in_batch does",
+        else advise_weights(has_equal_weights=why.startswith(AVERAGED_MEANS)),
         explains=(WEIGHTING, *GRADIENT_FINDINGS),
+        entails=(CauseName.GRADIENTS_CHANGED,),
     )
 
 

@@ -19,6 +19,14 @@ MOST_LEFT = {False: 1e-4, True: 0.1}
 SAME_SHARE = {False: 0.01, True: 0.1}
 
 
+def advise_weights(*, has_equal_weights: bool) -> str:
+    """Say how a job's passes are to be weighed, and how the replay weighs as the job where that gave each the same."""
+    mend = "weigh each pass by its share of the step's tokens, as num_items_in_batch does"
+    return (
+        f"--window mean-of-means here, which weighs as the job does; in the job {mend}" if has_equal_weights else mend
+    )
+
+
 def find_other_mix(evidence: CauseEvidence) -> Cause | None:
     """Name the passes, or the ranks, whose gradients count for nothing, or for more than they should."""
     gradients = evidence.single_pass_gradients
@@ -59,7 +67,7 @@ def find_other_mix(evidence: CauseEvidence) -> Cause | None:
             name=CauseName.WINDOW_WEIGHTS,
             sureness=Sureness.IS,
             sentence=f"the passes of a step count {_list_shares(mixes[0])} times what they should, {time}",
-            try_next="weigh each pass by its share of the step's tokens, as num_items_in_batch does",
+            try_next=advise_weights(has_equal_weights=_weigh_alike(mixes[0], gradients, tolerance)),
             explains=EXPLAINED,
         )
     share = sum(mixes[0].shares) / len(mixes[0].shares)
@@ -133,6 +141,12 @@ def _describe_left_out(
 def _has_other_shares(mixes: Sequence[GradientMix], tolerance: float) -> bool:
     """Tell whether the passes count unlike each other."""
     return any(max(mix.shares) - min(mix.shares) > 2 * tolerance * max(map(abs, mix.shares)) for mix in mixes)
+
+
+def _weigh_alike(mix: GradientMix, gradients: Sequence[SinglePassGradient], tolerance: float) -> bool:
+    """Tell whether the passes weigh the same in the job, whatever their tokens, as `--window mean-of-means` has it."""
+    weights = [share * gradient.weight for share, gradient in zip(mix.shares, gradients, strict=True)]
+    return max(weights) - min(weights) <= 2 * tolerance * max(map(abs, weights))
 
 
 def _list_shares(mix: GradientMix) -> str:

@@ -359,8 +359,8 @@ def find_other_loss_function(evidence: CauseEvidence) -> Cause | None:
             name=CauseName.OBJECTIVE,
             sureness=Sureness.MAY_BE,
             sentence=f"{loss.doubt}, {name_time(first)}",
-            try_next="leave out --loss and --passes: the replay then takes the objective that the recording shows; or "
-            "--loss FILE.py:function, with the loss of the job's loop",
+            try_next="leave out --loss, --passes and --window: the replay then takes the objective that the recording "
+            "shows; or --loss FILE.py:function, with the loss of the job's loop",
             explains=ALL_FINDINGS,
         )
     return Cause(

@@ -70,6 +70,21 @@ def test_passes_that_count_otherwise_are_named(shares: Sequence[float], sentence
     assert cause.sentence.startswith(sentence)
 
 
+@pytest.mark.parametrize(("shares", "is_named"), [([1.0, 1.0], True), ([0.5, 1.5], False)])
+def test_passes_that_weigh_the_same_in_the_job_are_replayed_so_by_an_option(
+    shares: Sequence[float], is_named: bool
+) -> None:
+    """By their tokens the passes weigh 0.375 and 0.625 here, and half of `shares` in the job."""
+    evidence = make_mix_evidence(shares)
+    own = [
+        replace(gradient, weight=weight)
+        for gradient, weight in zip(evidence.single_pass_gradients, (0.375, 0.625), strict=True)
+    ]
+    cause = find_other_mix(replace(evidence, single_pass_gradients=own))
+    assert cause is not None
+    assert str(cause.try_next).startswith("--window mean-of-means here") is is_named
+
+
 def test_other_shares_of_a_job_that_clips_early_come_of_that() -> None:
     cause = find_cause([0.5, 1.5], clips_early=True)
     assert cause is not None
