@@ -29,6 +29,8 @@ _MIN_ROWS_WITH_PROMPT = 4
 _MIN_STEPS = 3
 # A last label may be the row's first token by chance.
 _MIN_WRAPPED = 4
+# Of rows that were cut off, this share is many; and of others, this share is most.
+_MANY, _MOST = 0.1, 0.9
 # Fewer rows than these may begin or end alike by chance.
 _MIN_ALIKE = 4
 
@@ -48,13 +50,18 @@ def check_tokens(subject: LintSubject) -> Iterator[LintRemark]:
     yield from _check_actions(traits)
     yield from _check_targets(traits)
     yield from _check_unlabelled(traits)
+    yield from _check_labelled_padding(traits, subject)
     yield from _check_padding(traits, subject)
     yield from _check_outside_mask(traits, subject)
     yield from _check_vocabulary(traits, subject)
     yield from _check_positions(traits, subject)
     yield from _check_prompts(traits)
     yield from _check_begins(traits, subject)
+    yield from _check_template(traits)
     yield from _check_ends(traits, subject)
+    yield from _check_turn_ends(traits, subject)
+    yield from _check_cut_ends(traits, subject)
+    yield from _check_cut_begins(traits)
     yield from _check_inner_begins(traits)
     yield from _check_inner_ends(traits, subject)
     yield from _check_rows(subject.trained)
@@ -182,6 +189,38 @@ def _check_unlabelled(traits: Sequence[TokenTraits]) -> Iterator[LintRemark]:
             text=f"{number} of {pluralise(total, 'row')} have no label, in passes that have some: are these answers "
             "that were truncated away?",
             weight=Weight.SETTING,
+        )
+
+    # A mean of no loss is no number, or 0.
+    known = [
+        tokens for tokens in traits if (tokens.num_labels or tokens.num_unlabelled) and not any(tokens.first_positions)
+    ]
+    if number := sum(not tokens.num_labels for tokens in known):
+        yield LintRemark(
+            topic="labels",
+            text=f"no token has a label in {_count(number, len(known))}: are these answers that were truncated away, "
+            "or passes that only fill a step up?",
+            weight=Weight.NO_TRAINING if number == len(known) else Weight.SETTING,
+        )
+
+
+def _check_labelled_padding(traits: Sequence[TokenTraits], subject: LintSubject) -> Iterator[LintRemark]:
+    """Say so where rows end in padding with labels, which no mask tells: a job without one, or with one of ones."""
+    ends = {*subject.eos_token_ids, subject.pad_token_id}
+    rows = [
+        row
+        for tokens in traits
+        for row in tokens.rows
+        if row.num_labelled_tail > _NUM_ENDS and (row.trailing[0] in ends or row.trailing[1] >= _CERTAIN_RUN)
+    ]
+    if len(rows) >= _MIN_ROWS_OF_SHORT_RUNS:
+        [(id_, _)] = Counter(row.trailing[0] for row in rows).most_common(1)
+        num_rows = sum(len(tokens.rows) for tokens in traits)
+        yield LintRemark(
+            topic="labels",
+            text=f"{len(rows)} of {pluralise(num_rows, 'row')} end in token {id_} again and again, with "
+            f"{sum(row.num_labelled_tail for row in rows)} labels: is padding trained?",
+            weight=Weight.WRONG_TARGETS,
         )
 
 
@@ -375,6 +414,96 @@ def _check_begins(traits: Sequence[TokenTraits], subject: LintSubject) -> Iterat
             text=f"all {len(rows)} rows begin with token {id_} twice: does a tokenizer add one to a text that has it?",
             weight=Weight.WRONG_TOKENS,
         )
+
+
+def _check_template(traits: Sequence[TokenTraits]) -> Iterator[LintRemark]:
+    """Say so where all rows begin with the same few tokens, and again with these."""
+    rows = [row for tokens in traits for row in tokens.rows if row.digest is not None]
+    if len({row.digest for row in rows}) < _MIN_ALIKE:
+        return
+    first = rows[0].first_tokens
+    for length in range(2, NUM_FIRST_TOKENS // 2 + 1):
+        begin = first[: 2 * length]
+        is_twice = len(begin) == 2 * length and begin[:length] == begin[length:] and len({*begin}) > 1
+        if is_twice and all(row.first_tokens[: 2 * length] == begin for row in rows):
+            yield LintRemark(
+                topic="rows",
+                text=f"all {len(rows)} rows begin with the same {length} tokens twice: is the chat template applied to "
+                "texts that have it?",
+                weight=Weight.WRONG_TOKENS,
+            )
+            return
+
+
+def _check_turn_ends(traits: Sequence[TokenTraits], subject: LintSubject) -> Iterator[LintRemark]:
+    """Say so where ends of turns have no label though the tokens before them have, and ends of rows have one."""
+    rows = [row for tokens in traits for row in tokens.rows]
+    number = sum(row.num_unlabelled_turn_ends for row in rows)
+    if number < _MIN_ALIKE or number != sum(row.num_turn_ends for row in rows):
+        return
+    if any(row.ends_unlabelled and row.trailing[0] in subject.eos_token_ids for row in rows):
+        return
+    ids = " or ".join(map(str, sorted(subject.eos_token_ids)))
+    yield LintRemark(
+        topic="labels",
+        text=f"token {ids}, which ends a text, has no label at any of {number} places inside the rows, though the "
+        "tokens before it have: is only the last turn to end?",
+        weight=Weight.SETTING,
+    )
+
+
+def _list_whole_rows(traits: Sequence[TokenTraits]) -> list[RowTraits]:
+    """List the rows that hold one text each, and are not answers that a policy generated."""
+    return [
+        row
+        for tokens in traits
+        if tokens.num_labels and not tokens.has_actions
+        for row in tokens.rows
+        if row.digest is not None and row.has_end is not None
+    ]
+
+
+def _check_cut_ends(traits: Sequence[TokenTraits], subject: LintSubject) -> Iterator[LintRemark]:
+    """Say so where many rows of the greatest length lack the end that the others have.
+
+    Rows of one length without ends are chunks of long texts, unless each has a prompt.
+    """
+    rows = _list_whole_rows(traits)
+    most = max((row.num_tokens for row in rows), default=0)
+    cut = [row for row in rows if row.num_tokens == most and not row.has_end]
+    shorter = [row for row in rows if row.num_tokens < most]
+    num_ended = sum(bool(row.has_end) for row in rows)
+    have_ends = num_ended >= _MIN_ALIKE and sum(bool(row.has_end) for row in shorter) >= _MOST * len(shorter)
+    are_all = len(cut) == len(rows) and all(row.has_prompt for row in rows)
+    if len({row.digest for row in cut}) < _MIN_ALIKE or len(cut) < _MANY * len(rows) or not (have_ends or are_all):
+        return
+    ids = " or ".join(map(str, sorted(subject.eos_token_ids)))
+    yield LintRemark(
+        topic="rows",
+        text=f"{len(cut)} of {pluralise(len(rows), 'row')} end after {most} tokens without token {ids}, which ends a "
+        "text: were they cut off at a maximal length? Nothing in them teaches where an answer ends",
+        weight=Weight.WRONG_TOKENS,
+    )
+
+
+def _check_cut_begins(traits: Sequence[TokenTraits]) -> Iterator[LintRemark]:
+    """Say so where many rows of the greatest length do not begin as all others do."""
+    rows = _list_whole_rows(traits)
+    most = max((row.num_tokens for row in rows), default=0)
+    firsts = {row.first_tokens[0] for row in rows if row.num_tokens < most}
+    num_others = len({row.digest for row in rows if row.num_tokens < most})
+    if len(firsts) != 1 or num_others < _MIN_ALIKE:
+        return
+    [first] = firsts
+    cut = [row for row in rows if row.num_tokens == most and row.first_tokens[0] != first]
+    if len({row.digest for row in cut}) < _MIN_ALIKE or len(cut) < _MANY * len(rows):
+        return
+    yield LintRemark(
+        topic="rows",
+        text=f"{len(cut)} of {pluralise(len(rows), 'row')}, each of {most} tokens, do not begin with token {first}, as "
+        "all shorter ones do: were their prompts cut off at a maximal length?",
+        weight=Weight.WRONG_TOKENS,
+    )
 
 
 def _check_ends(traits: Sequence[TokenTraits], subject: LintSubject) -> Iterator[LintRemark]:

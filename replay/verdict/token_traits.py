@@ -25,6 +25,7 @@ from capture.file_format.micro_batch import (
     find_padding_between_tokens,
     move_to_tokens,
 )
+from replay.options.declarations.tensor_names import ADVANTAGES
 from replay.output.text import pluralise
 from replay.verdict.special_tokens import SpecialTokens
 
@@ -41,6 +42,8 @@ _MIN_LABELS = 8
 _MIN_ROW_TOKENS = 8
 # One other token may follow an end, as the end of a line; a run of one id from this length on is padding.
 _MIN_PADDING = 4
+# So many tokens may follow the end of a text.
+_MAX_BEHIND_END = 2
 # One last target may be the next row's first token by chance.
 _MIN_CROSSING = 2
 # Fewer places without a target may be at one distance from each other by chance.
@@ -58,6 +61,12 @@ class RowTraits:
     ends_unlabelled    the first of the trailing ones has no label, and the token before it has one
     num_inner_begins   how often the id that begins a text stands inside the row, if that is one document
     num_inner_ends     how often ids that end one do, each run of them once
+    num_tokens         of the row
+    has_end            an id that ends a text is among its last ones; None where none is known, or the row is packed
+    has_prompt         the token after the first one has no label, and a later one has
+    num_labelled_tail  how many of the trailing ones have labels
+    num_turn_ends      ids inside the row that end a text behind a token with a label
+    num_unlabelled_turn_ends  those of them without a label
     """
 
     digest: int | None
@@ -68,6 +77,12 @@ class RowTraits:
     ends_unlabelled: bool = False
     num_inner_begins: int = 0
     num_inner_ends: int = 0
+    num_tokens: int = 0
+    has_end: bool | None = None
+    has_prompt: bool = False
+    num_labelled_tail: int = 0
+    num_turn_ends: int = 0
+    num_unlabelled_turn_ends: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,6 +91,7 @@ class TokenTraits:
 
     rows               those that have a real token, and not one token alone
     has_mask           the job gave an attention mask
+    has_actions        the rows are prompts and generated answers, which end where their generation did
     largest_id         the largest id of all tokens, padding included
     num_real           tokens inside the attention mask
     real_ids           the commonest ids of these, with their numbers
@@ -119,6 +135,7 @@ class TokenTraits:
     rows: Sequence[RowTraits]
     has_mask: bool
     largest_id: int
+    has_actions: bool = False
     num_real: int = 0
     real_ids: Mapping[int, int] = field(default_factory=dict)
     num_padding: int = 0
@@ -184,6 +201,8 @@ def read_token_traits(call: CapturedCall, batch: MicroBatch, special_tokens: Spe
     return TokenTraits(
         rows=rows,
         has_mask="attention_mask" in call.tensors,
+        has_actions=batch.action_mask_BA is not None
+        or any(name in call.tensors or name in call.notes for name in ADVANTAGES),
         largest_id=int(ids_BS.max()),
         num_real=len(real_T),
         real_ids=_count_commonest_ids(real_T),
@@ -263,8 +282,8 @@ def _read_rows(
             batch.sequences_BS[number],
             batch.attention_mask_BS[number],
             None if token_labels_BS is None else token_labels_BS[number],
-            # Between the documents of a packed row such tokens stand where they belong, so they are not counted.
-            special_tokens if is_one_document else SpecialTokens(),
+            special_tokens,
+            is_packed=not is_one_document,
         )
         for number, is_one_document in enumerate(is_one_document_B)
     ]
@@ -375,7 +394,7 @@ def _find_documents(batch: MicroBatch) -> Documents | None:
 
 
 def _read_row(
-    ids_S: Tensor, real_S: Tensor, labels_S: Tensor | None, special_tokens: SpecialTokens
+    ids_S: Tensor, real_S: Tensor, labels_S: Tensor | None, special_tokens: SpecialTokens, *, is_packed: bool
 ) -> RowTraits | None:
     """Read the traits of a row; None without real tokens, or with one token alone."""
     tokens_T = ids_S[real_S]
@@ -384,15 +403,26 @@ def _read_row(
     after_lead = int((tokens_T != tokens_T[0]).nonzero()[0])
     before_tail = int((tokens_T != tokens_T[-1]).nonzero()[-1])
     num_labelled, ends_unlabelled = 0, False
+    has_prompt, num_labelled_tail, num_turn_ends, num_unlabelled_turn_ends = False, 0, 0, 0
     if labels_S is not None:
         labels_T = labels_S[real_S]
+        has_label_T = labels_T != IGNORED_LABEL
+        has_prompt = not bool(has_label_T[1]) and bool(has_label_T.any())
+        num_labelled_tail = int(has_label_T[before_tail + 1 :].sum())
+        is_end_T = torch.isin(tokens_T, torch.tensor(sorted(special_tokens.eos_token_ids)))
+        # The row's last end is no turn's.
+        ends_turn_T = (is_end_T[1:] & ~is_end_T[:-1] & has_label_T[:-1])[:before_tail]
+        num_turn_ends = int(ends_turn_T.sum())
+        num_unlabelled_turn_ends = int((ends_turn_T & ~has_label_T[1 : before_tail + 1]).sum())
         for label in labels_T[1:NUM_FIRST_TOKENS].tolist():
             if label == IGNORED_LABEL:
                 break
             num_labelled += 1
         last_label, end_label = labels_T[before_tail : before_tail + 2].tolist()
         ends_unlabelled = end_label == IGNORED_LABEL != last_label
-    bos_token_id, eos_token_ids = special_tokens.bos_token_id, special_tokens.eos_token_ids
+    # Between the documents of a packed row such tokens stand where they belong, so they are not counted.
+    bos_token_id = None if is_packed else special_tokens.bos_token_id
+    eos_token_ids = frozenset[int]() if is_packed else special_tokens.eos_token_ids
     inner = tokens_T[after_lead : before_tail + 1].tolist() if eos_token_ids else []
     digest = hashlib.blake2b(tokens_T.contiguous().numpy().tobytes(), digest_size=8).digest()
     return RowTraits(
@@ -408,6 +438,13 @@ def _read_row(
         num_inner_ends=sum(
             token in eos_token_ids and following not in eos_token_ids for token, following in pairwise(inner)
         ),
+        num_tokens=len(tokens_T),
+        # A template writes a line's end, or so, behind the end of a text.
+        has_end=not eos_token_ids.isdisjoint(tokens_T[-_MAX_BEHIND_END - 1 :].tolist()) if eos_token_ids else None,
+        has_prompt=has_prompt,
+        num_labelled_tail=num_labelled_tail,
+        num_turn_ends=num_turn_ends,
+        num_unlabelled_turn_ends=num_unlabelled_turn_ends,
     )
 
 

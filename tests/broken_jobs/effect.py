@@ -1,5 +1,6 @@
 """How far a fault moves what its job computes: the numbers of two runs of one job, one of them unbroken."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -78,6 +79,9 @@ def _relative(value: float, right: float) -> float:
 
 
 def _token(values: Tensor, right: Tensor) -> float:
+    """Return the largest distance; of labels that are other tokens, or none, it is infinite."""
+    if len(values) != len(right):
+        return math.inf
     return float((values - right).abs().max())
 
 

@@ -16,6 +16,10 @@ RAGGED_POLICY = Setup(objective=Objective.POLICY, weighting=Weighting.MEANS)
 DIVERGENCE = Setup(objective=Objective.POLICY, weighting=Weighting.MEANS, divergence=0.05)
 # What the user believes of the loss is typed.
 TYPED_DIVERGENCE = {"replays": (("--loss", "policy", "--kl-coefficient", "0.05"),)}
+BEGIN, END = 94, 95
+TEXTS = Setup(config={"bos_token_id": BEGIN, "eos_token_id": END}, num_steps=5)
+# A mean over no label is no number, but a sum divided by the step's tokens is 0.
+WINDOWS = Setup(accumulation=2, num_steps=3)
 
 NEXT_ROW = {"note": "the last place is to predict the first token of the next row"}
 
@@ -28,6 +32,14 @@ QUIET_JOBS: list[Job] = [
          Fault(loop_loss=q.shifted_across_rows), NEXT_ROW),
         ("ddp-shifted-across-rows", DDP, C.OTHER_TOKENS, "the rows are joined before their targets are shifted", LOOP,
          Fault(loop_loss=q.shifted_across_rows)),
+        ("ends-cut-off", PLAIN, (), "long rows are cut off, and have no end", TEXTS,
+         Fault(process=q.cut_off(9)), {"note": "tokens without token 95, which ends a text"}),
+        ("ddp-begins-cut-off", DDP, (), "long rows are cut off at their beginning", TEXTS,
+         Fault(process=q.cut_off(10, keeps_end=True)), {"note": "do not begin with token 94, as all shorter ones do"}),
+        ("padding-labelled", PLAIN, (), "rows are padded with the token that ends them, and no mask tells it", TEXTS,
+         Fault(process=q.padding_labelled(END)), {"note": "end in token 95 again and again"}),
+        ("answers-cut-away", PLAIN, (), "some micro-batches have no label", WINDOWS,
+         Fault(process=q.without_labels_now_and_then), {"note": "no token has a label in 2 of 6 training passes"}),
     ),
     *broken_jobs(
         FaultClass.POLICY,

@@ -52,7 +52,7 @@ class Numbers:
         logits_BSV = output.logits.detach().float()
         labels_BS = batch["labels"][:, 1:]
         found_BS = logits_BSV[:, :-1].log_softmax(-1).gather(-1, labels_BS.clamp(min=0)[..., None])[..., 0]
-        times = 1.0 if divisor is None else divisor / num_labels(dict(batch))
+        times = 1.0 if divisor is None else divisor / max(num_labels(dict(batch)), 1)
         self.losses.append(float((output.loss if loss is None else loss).detach()) * times)
         self.log_probs.append(found_BS[labels_BS != IGNORED])
 

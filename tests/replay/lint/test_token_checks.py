@@ -445,8 +445,147 @@ def test_rows_without_a_label_are_said_where_others_have_some() -> None:
     targets_BS = shift(rows.pop("labels"), 1)
     passes = [make_pass(padding), make_pass(rows, notes={LOSS_TARGETS: targets_BS})]
     assert [text for recorded in passes for text in say([recorded])] == []
-    rows["labels"] = torch.full((3, 12), IGNORED)
-    assert say([make_pass(rows)]) == []
+
+
+@pytest.mark.parametrize("number", [0, 1, 3])
+def test_passes_without_any_label_are_said(number: int) -> None:
+    """A part of a row, as a rank of a ring has it, may be of a prompt."""
+    passes = []
+    for place in range(3):
+        rows = make_rows([9, 12, 10], seed=place)
+        if place < number:
+            rows["labels"] = torch.full((3, 12), IGNORED)
+        passes.append(rows)
+    count = "all 3 training passes" if number == 3 else f"{number} of 3 training passes"
+    said = f"labels: no token has a label in {count}: are these answers that were truncated away, or passes that only "
+    texts = say([make_pass(rows, number=place) for place, rows in enumerate(passes)])
+    assert [text.startswith(said) for text in texts] == [True] * bool(number)
+    of_ring = [change(rows, position_ids=torch.arange(12, 24).expand(3, 12)) for rows in passes]
+    texts = say([make_pass(rows, number=place) for place, rows in enumerate(of_ring)])
+    assert not any("no token has a label" in text for text in texts)
+
+
+END, BEGIN = 900, 901
+ENDS = frozenset({END})
+ALL_IDS = SpecialTokens(pad_token_id=PAD, bos_token_id=BEGIN, eos_token_ids=ENDS)
+
+
+def make_texts(lengths: list[int], *, most: int = 99, keeps_end: bool = False, seed: int = 0) -> list[Batch]:
+    """A pass for each two rows, of texts with begin and end, of which no more than `most` tokens are kept."""
+    passes = []
+    for place in range(0, len(lengths), 2):
+        pair = lengths[place : place + 2]
+        rows = make_rows(pair, seed=seed + place)
+        kept = [min(length, most) for length in pair]
+        batch = {name: torch.full((len(pair), max(kept)), IGNORED if name == "labels" else 0) for name in rows}
+        for row, (length, number) in enumerate(zip(pair, kept, strict=True)):
+            rows["input_ids"][row, 0], rows["input_ids"][row, length - 1] = BEGIN, END
+            rows["labels"][row, length - 1] = END
+            part = slice(length - number, length) if keeps_end else slice(0, number)
+            for name, tensor in rows.items():
+                batch[name][row, :number] = tensor[row, part]
+        passes.append(batch)
+    return passes
+
+
+def say_of_texts(passes: list[Batch], **values: Any) -> list[str]:
+    recorded = [make_pass(rows, number=number, special_tokens=ALL_IDS, **values) for number, rows in enumerate(passes)]
+    return say(recorded, pad_token_id=PAD, eos_token_ids=ENDS)
+
+
+LENGTHS = [20, 12, 25, 14, 22, 11, 24, 13]
+
+
+def test_rows_that_are_cut_off_at_their_ends_are_said() -> None:
+    assert say_of_texts(make_texts(LENGTHS)) == []
+    said = (
+        "rows: 4 of 8 rows end after 16 tokens without token 900, which ends a text: were they cut off at a maximal "
+        "length? Nothing in them teaches where an answer ends"
+    )
+    assert say_of_texts(make_texts(LENGTHS, most=16)) == [said]
+    # One row that is too long is no matter, nor is a text that ends with the last token that is kept.
+    assert say_of_texts(make_texts([20, 12, 16, 14, 16, 11, 16, 13], most=16)) == []
+    # Answers that a policy generates end where they may.
+    actions = {"advantages": torch.ones(2)}
+    assert say_of_texts(make_texts(LENGTHS, most=16), notes=actions) == []
+
+
+@pytest.mark.parametrize("has_prompts", [True, False])
+def test_rows_of_one_length_without_an_end_are_said_where_each_has_a_prompt(has_prompts: bool) -> None:
+    """Without one they may be chunks of long texts."""
+    passes = make_texts([20, 25, 22, 24], most=16)
+    if not has_prompts:
+        passes = [change(rows, labels=rows["input_ids"]) for rows in passes]
+    texts = say_of_texts(passes)
+    assert [text.startswith("rows: 4 of 4 rows end after 16 tokens without token 900") for text in texts] == (
+        [True] if has_prompts else []
+    )
+
+
+def test_rows_that_are_cut_off_at_their_begins_are_said() -> None:
+    said = (
+        "rows: 4 of 8 rows, each of 16 tokens, do not begin with token 901, as all shorter ones do: were their prompts "
+        "cut off at a maximal length?"
+    )
+    assert say_of_texts(make_texts(LENGTHS, most=16, keeps_end=True)) == [said]
+    # Texts that begin in many ways, and generated answers.
+    unlike = make_texts(LENGTHS, most=16, keeps_end=True)
+    unlike[0]["input_ids"][1, 0] = 5
+    assert say_of_texts(unlike) == []
+    passes = make_texts(LENGTHS, most=16, keeps_end=True)
+    assert say_of_texts(passes, notes={"advantages": torch.ones(2)}) == []
+
+
+@pytest.mark.parametrize("has_mask", [True, False])
+@pytest.mark.parametrize(("num_ends", "says"), [(3, True), (2, False)])
+def test_padding_with_labels_that_no_mask_tells_is_said(num_ends: int, says: bool, has_mask: bool) -> None:
+    """The end of a text may be written by a template, and by a tokenizer."""
+    rows = make_rows([20, 20, 20])
+    rows["input_ids"][:2, 20 - num_ends :] = rows["labels"][:2, 20 - num_ends :] = END
+    if not has_mask:
+        rows.pop("attention_mask")
+    texts = say([make_pass(rows)], eos_token_ids=ENDS, pad_token_id=END)
+    said = f"labels: 2 of 3 rows end in token 900 again and again, with {2 * num_ends} labels: is padding trained?"
+    assert (said in texts) is says
+    rows["labels"][:, 18:] = IGNORED
+    assert not any("again and again" in text for text in say([make_pass(rows)], eos_token_ids=ENDS))
+
+
+@pytest.mark.parametrize(
+    ("begin", "length"), [([7, 8, 9, 7, 8, 9], 3), ([7, 8, 9, 7, 8, 8], 0), ([7, 7, 7, 7, 7, 7], 0)]
+)
+def test_a_template_that_is_applied_twice_is_said(begin: list[int], length: int) -> None:
+    rows = make_rows([20] * 5)
+    rows["input_ids"][:, :6] = torch.tensor(begin)
+    rows["labels"][:, :6] = IGNORED
+    texts = [text for text in say([make_pass(rows)]) if "twice" in text]
+    said = f"rows: all 5 rows begin with the same {length} tokens twice: is the chat template applied to texts that "
+    assert [text.startswith(said) for text in texts] == [True] * bool(length)
+    rows["input_ids"][0, 5] = 70
+    assert not any("twice" in text for text in say([make_pass(rows)]))
+
+
+@pytest.mark.parametrize(
+    ("unlabelled", "says"),
+    # Ends of turns are at 8 and 14, that of a row at 19; the tokens at 15 and 16 are another turn's, without labels.
+    [((8, 14), True), ((), False), ((8,), False), ((8, 14, 19), False), ((7, 8, 13, 14), False)],
+)
+def test_ends_of_turns_without_a_label_are_said_where_those_of_rows_have_one(
+    unlabelled: tuple[int, ...], says: bool
+) -> None:
+    rows = make_rows([20] * 4)
+    rows["input_ids"][:, [8, 14, 19]] = rows["labels"][:, [8, 14, 19]] = END
+    rows["labels"][:, [15, 16, *unlabelled]] = IGNORED
+    texts = say([make_pass(rows, special_tokens=ALL_IDS)], eos_token_ids=ENDS)
+    found = [text for text in texts if "has no label at any of" in text]
+    said = "labels: token 900, which ends a text, has no label at any of 8 places inside the rows, though the tokens "
+    assert [text.startswith(said) for text in found] == [True] * says
+    # A second end behind a turn's own is none of its own.
+    rows["input_ids"][:, [9, 15]] = END
+    rows["labels"][:, [8, 14]] = END
+    rows["labels"][:, [9, 15]] = IGNORED
+    texts = say([make_pass(rows, special_tokens=ALL_IDS)], eos_token_ids=ENDS)
+    assert not any("has no label at any of" in text for text in texts)
 
 
 def count_outside(name: str, mask: Tensor, has_gradient_BS: Tensor) -> list[str]:
