@@ -161,13 +161,14 @@ def open_backend(
     return backend
 
 
-def free_closed_backends(*, failed: bool = False) -> None:
+def free_closed_backends(*, after_failed_pass: bool = False) -> None:
     """Free the memory of backends that were closed and are no longer referenced.
 
-    A model is in reference cycles. Of one whose forward failed under FSDP2 autograd keeps a part in C++, where Python's
-    collector does not see it, and drops it when the rest is collected: so there one collection is not enough.
+    A model is in reference cycles. After a forward that failed under FSDP2, autograd keeps a part of the model in C++,
+    where Python's collector does not see it, and drops this part when the rest is collected. So one collection is not
+    enough then.
     """
-    for _ in range(NUM_COLLECTIONS if failed else 1):
+    for _ in range(NUM_COLLECTIONS if after_failed_pass else 1):
         gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

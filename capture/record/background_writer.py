@@ -76,10 +76,10 @@ class BackgroundWriter(Generic[ItemT]):
     * `on_idle`: when it has handled all that it was woken for, and after `on_deadline` if no item is ready
     * `on_deadline`: when it waits and `deadline` is reached. It has to end or move the deadline: as long as
       `deadline.seconds_left()` returns 0, it is called again at once
-    * `on_end`: as its last act, with whether writing has failed
+    * `on_end`: as its last act. It is given True if writing has failed
 
-    An exception from one of these callbacks, from `handle` or from `deadline` stops writing; a CaptureError from
-    `handle` refuses one pass.
+    An exception from one of these callbacks, from `handle` or from `deadline` stops writing. Only a CaptureError with
+    which `handle` refuses a pass does not: that pass alone is dropped.
 
     There is one warning for the first pass that a full queue drops, one for the first that `handle` refuses, and one
     for what stops writing. No method raises.

@@ -130,6 +130,8 @@ def resolve(
     probed = _choose_kernel_and_layout(typed.actor, spec_with_steps, model_source, selection, first_call, world)
     model_source = replace(model_source, layout=probed.layout)
 
+    # `head_form` has all that the forward needs: kind, steps and chunk size. `head_choice` has the value of --head, and
+    # who chose it.
     why_whole_logits = explain_whole_logits(spec_with_steps, objective)
     head_form, head_choice = choose_head(
         spec_with_steps, probed.actor, model_source, selection, first_call, world, why_whole_logits=why_whole_logits
@@ -223,7 +225,7 @@ def _choose_kernel_and_layout(
     )
     # If padding predicts a label, or stands between the tokens of a row, packed rows would lose it. For such captures
     # `choose_from_job` has chosen padded rows. `why_unusual` tells the user the reason.
-    # A ring always packs its rows. There `prepare_actor_inputs` refuses padding between tokens.
+    # A ring always packs its rows. There `prepare_inputs` (packing.py) refuses padding between tokens.
     keeps_padding = selection.must_keep_padding and not is_packing_typed and not layout.packs
     if keeps_padding and not layout.why_unusual:
         layout = replace(layout, why_unusual=WHY_PADDING_IS_KEPT)
@@ -304,7 +306,7 @@ def explain_whole_logits(spec: ReplayParts, objective: Objective | None) -> str:
 
 def _explain_attention(probed: _KernelAndLayout, kernel_name: str, typed: ActorSpec) -> ResolvedChoice:
     """Tell who chose the attention kernel, and why."""
-    # In `probed` the attention is still `auto` if neither the user nor the captures named a kernel that can be had.
+    # In `probed` the attention is still `auto` if nobody typed a kernel and `choose_job_kernel` did not take the job's.
     before, after = probed.actor_before_probe, probed.actor
     if typed.attention != Attention.AUTO:
         by = ChosenBy.TYPED
@@ -317,8 +319,8 @@ def _explain_attention(probed: _KernelAndLayout, kernel_name: str, typed: ActorS
     machine_reason = (
         "the fastest of a ring's kernels that can be had here" if after.parallel.ring > 1 else "what a CPU has"
     )
-    # `choose_job_kernel` gives no reason for a ring. Nor does it give one on a CPU if the captures name no kernel, or
-    # name one that can be had here.
+    # `choose_job_kernel` gives no reason for a ring. On a CPU it gives one only if the captures name a kernel that cannot
+    # be had here.
     default_reasons = {ChosenBy.JOB: "its captures name it", ChosenBy.MACHINE: machine_reason}
     why = probed.attention_reason or default_reasons.get(by, "")
     return ResolvedChoice(setting=ATTENTION, value=kernel_name, by=by, why=why)

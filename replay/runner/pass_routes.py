@@ -111,7 +111,7 @@ class PassRouting:
             ),
         )
 
-    def describe_job_loss(self, call: CapturedCall, factor: Tensor | None) -> JobRouterLoss | None:
+    def describe_loop_loss(self, call: CapturedCall, factor: Tensor | None) -> JobRouterLoss | None:
         """Describe the routers' loss that the job's loop may have added to its own loss; None: it had none to add."""
         if not self._may_loop_add_router_loss(call) or self.router_loss is None:
             return None

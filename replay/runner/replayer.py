@@ -67,7 +67,12 @@ from replay.runner.step_follower import StepFollower
 from replay.tolerances.job_bounds import LOSS, TOKENS
 from replay.tracing.writer import TraceWriter
 from replay.verdict.judge import PassEvidence
-from replay.verdict.noted_log_probs import NAMES, NotedLogProbs, collect_noted_log_probs, place_own_log_probs
+from replay.verdict.noted_log_probs import (
+    NotedLogProbs,
+    collect_noted_log_probs,
+    has_noted_log_probs,
+    place_own_log_probs,
+)
 from replay.verdict.recorded_pass import (
     RecordedPass,
     ReplayedPass,
@@ -123,7 +128,7 @@ class ReopenableActor:
         # The old backend has to free its memory, since the new backend needs as much.
         self.backend.close()
         del self.backend
-        free_closed_backends(failed=True)
+        free_closed_backends(after_failed_pass=True)
         try:
             self.backend = self._open_backend()
         except Exception as error:
@@ -279,7 +284,7 @@ class Replayer:
         )
         recorded_pass: RecordedPass | None = None
         self._is_pass_counted = False
-        self.tracker.begin_pass(index, path.name, place_in_window=self.window.num_passes)
+        self.tracker.begin_pass(index, path.name, index_in_window=self.window.num_passes)
         try:
             captured_call = read_call(path)
             batch = replace(captured_call.micro_batch(), padding_predicts_label=self._padding_predicts_label)
@@ -288,14 +293,14 @@ class Replayer:
             recorded_pass = read_recorded_pass(
                 captured_call, batch, self.spec.measure.loss, weight_comparison, self._special_tokens
             )
-            job_router_loss = self._routing.find_router_loss(captured_call)
-            if job_router_loss is not None and job_router_loss.why_not_computable is not None:
-                recorded_pass = doubt_loss_and_grad_norm(recorded_pass, job_router_loss.why_not_computable)
+            model_router_loss = self._routing.find_router_loss(captured_call)
+            if model_router_loss is not None and model_router_loss.why_not_computable is not None:
+                recorded_pass = doubt_loss_and_grad_norm(recorded_pass, model_router_loss.why_not_computable)
             self.tracker.set_shapes(batch.num_rows, batch.num_padded_tokens, batch.num_real_tokens)
             batch = select_loss_tokens(self.spec.measure.loss, add_model_positions(batch, self.model_source.config))
             record, replayed_pass = self._run_micro_batch(record, captured_call, recorded_pass, batch, extra_observers)
-            # Adds how many random numbers the job and the replay drew, if this is the first pass in which they drew
-            # differently.
+            # Adds how many random numbers the forward drew in the job and in the replay, if this is the first pass in
+            # which the CPU's generator began in the same state as in the job, and ended in another state.
             recorded_pass, replayed_pass = self._random_draw_counter.add_counts(
                 recorded_pass, replayed_pass, captured_call.random
             )
@@ -311,7 +316,7 @@ class Replayer:
             return PassEvidence(self._count_failed_pass(failed_record), recorded_pass, ReplayedPass()), error
 
     def _count_failed_pass(self, record: PassRecord) -> PassRecord:
-        """Count a pass that failed as one of its window: the window ends where it would have ended without the failure.
+        """Count a failed pass too: its window ends where it would have ended without the failure.
 
         If `run_pass` succeeded, and only its results could not be collected, the pass is counted already. Returns the
         record with the pass's window; unchanged if the pass belongs to no window.
@@ -379,7 +384,8 @@ class Replayer:
             raise
         self.window.count_pass(runs_backward=inputs.runs_backward)
         self._is_pass_counted = True
-        # Steps without --step make an optimizer's state, whose memory is no part of the pass's cost.
+        # If the optimizer steps although --step was not typed, the memory of its state is left out of the cost: the
+        # user did not ask what a step costs.
         cost = self.step_follower.subtract_optimizer_state_bytes(outcome.cost)
         self.step_follower.count_step(inputs, self.reopenable_actor.backend)
 
@@ -402,7 +408,7 @@ class Replayer:
             and was_fed_as_captured(inputs, batch, self.spec.actor.parallel),
             router_flips=outcome.router_flips,
             has_job_routes=self._routing.has_job_routes(outcome.router_flips),
-            job_router_loss=self._routing.describe_job_loss(captured_call, outcome.router_loss_factor),
+            loop_router_loss=self._routing.describe_loop_loss(captured_call, outcome.router_loss_factor),
             weights_before_pass=weights_before_pass,
             tried_losses=self._try_losses(outcome, inputs, recorded_pass, at_recorded_positions),
             noted_log_probs=_collect_noted_log_probs(outcome, inputs, captured_call, batch),
@@ -471,7 +477,7 @@ class Replayer:
         objective_data = self._read_objective_data(captured_call, batch)
         fed_batch = with_rows_reversed(batch) if has_reversed_rows else batch
         actor_inputs = prepare_actor_inputs(fed_batch, self.spec.actor, self.model_source, self.world)
-        # A job may train with some modules in eval mode, or with some in train mode inside a module in eval mode.
+        # A job may train with modules that are in eval mode inside a module in train mode, or the other way round.
         actor_inputs = replace(
             actor_inputs, modules_in_other_mode=list_modules_in_other_mode(captured_call) if batch.trains else ()
         )
@@ -581,7 +587,8 @@ class Replayer:
         They are computed now, because the next step may change the weights.
 
         Returns None if there is no objective, if the objective's loss is the job's, if no other losses are known for
-        the objective, if the forward is not comparable with the job's, or after MAX_TRIED_PASSES passes.
+        the objective, if the pass has a routers' loss, reversed rows or no train mode, if its log-probs are not the job's,
+        or after MAX_TRIED_PASSES passes.
         """
         # The tried losses have no routers' part. A run with reversed rows only measures what rounding does.
         is_comparable = outcome.router_loss is None and inputs.train_mode and not inputs.has_reversed_rows
@@ -644,7 +651,7 @@ def _collect_noted_log_probs(
     None if the job noted none, or if the rows are reversed: such a run only measures what rounding does.
     """
     tensors = {**captured_call.tensors, **captured_call.notes}
-    if inputs.has_reversed_rows or not any(name in tensors for names in NAMES.values() for name in names):
+    if inputs.has_reversed_rows or not has_noted_log_probs(tensors):
         return None
     targets = find_targets_equal_to_input_tokens(batch)
     own_BS, has_own_BS = place_own_log_probs(

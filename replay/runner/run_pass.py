@@ -66,7 +66,8 @@ class StepTiming(Enum):
     """Whether the optimizer steps at the end of a complete window, and whether the clock runs then.
 
     NONE        no step
-    MEASURED    --step was typed: the step is a measured part of the pass
+    MEASURED    --step was typed, or a command trains the model: the step is part of the pass, and the clock, if there
+                is one, runs
     UNMEASURED  --step was not typed: the optimizer steps because the job's did, after the clock has stopped
     """
 
@@ -88,18 +89,17 @@ class PassInputs:
     window_factor        a further factor on the loss: `grad_accumulation` divided by the number of passes that a data
                          rank has in this window. The backend itself always divides by `grad_accumulation`
     window_end           whether an accumulation window ends with this pass, and whether it is complete
-    frozen               names of parameters that the job did not train in this window, besides those that it never
-                         trained. The backward computes their gradients too. These are dropped after the last backward
-                         of a complete window
+    frozen               names of parameters that the job trained in other windows, but not in this one. The backward
+                         computes their gradients too. These are dropped after the last backward of a complete window
     step_timing          whether the optimizer steps, and when; NONE unless a complete window ends
     step_settings        settings of the optimizer in this step; None: those of the spec
     random_states        what the random generators are set to before the forward; empty: they are left as they are
     captured_row_length  tokens in a row of the capture, including padding
     has_reversed_rows    the rows are in the reverse of the capture's order
-    routes               what the routers of a mixture of experts do: they choose the job's experts, or their own choice
-                         is compared with the job's, or they keep their logits; None: the routers are left alone
+    routes               whether the routers of a mixture of experts choose the job's experts, or their own choice is
+                         only compared with the job's; and which routers keep their logits; None: nothing of this
     router_loss_term     computes the routers' auxiliary (load-balancing) loss, which is added to the pass's loss, from
-                         the logits of the routers that `routes.logits_index` names; None: no such loss is added
+                         the logits of the routers that are keys of `routes.logits_index`; None: no such loss is added
     """
 
     actor_inputs: ActorInputs

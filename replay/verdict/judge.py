@@ -146,8 +146,9 @@ def judge_without_causes(passes: Sequence[PassEvidence], settings: VerdictSettin
        their samples of the weights are merged. Where the replay makes optimizer steps too, with --step or by default,
        its weights stay the job's as long as each of its steps equalled the job's step.
     3. Judge each pass. With other dropout masks than the job's, its numbers differ by chance. So numbers that differ
-       are DIFFERS only if the masks are known to be the job's. The states of the random generators before and after the
-       forward tell this (`dropout_masks`). A training pass whose numbers agree had the job's masks.
+       are DIFFERS only if the masks are known to be the job's: if the random generators had the job's states before and
+       after the forward, and rows, kernel and device are the job's too (`dropout_masks`). A training pass whose numbers
+       agree had the job's masks.
     4. Judge the gradient of each window. Under dropout that needs point 3: the gradient is comparable if all passes of
        the window had the job's masks.
     5. If a finer dtype than the job's was typed, nothing is REPRODUCED: the job's coarser rounding may hide an error
@@ -156,13 +157,13 @@ def judge_without_causes(passes: Sequence[PassEvidence], settings: VerdictSettin
        REPRODUCED if any is reproduced, else CANNOT TELL.
     """
     indexed_passes = [(record.index, recorded) for record, recorded, _ in passes if recorded is not None]
-    # The job's DDP may not have reduced the gradients of the last pass before a step, since `no_sync` was left on. The
-    # causes look for this among the differences of the model.
+    # The job's DDP may not have reduced the gradients of the last pass before a step, since `no_sync` was left on. This
+    # is added to the differences between the job's model and the replay's, which `find_causes` is given.
     unreduced_steps = find_unreduced_step_differences([recorded for _, recorded in indexed_passes])
     model_differences = [*settings.model_differences, *unreduced_steps]
     # Some optimizers, such as Muon, round each step to bf16, so after a step the weights of job and replay may differ
-    # by this rounding. Of `step_floors`, the noise floors of passes after a step, those after the first such step do
-    # not hold. They are dropped before the passes are compared.
+    # by this rounding. The noise floors that `step_floors` has for passes after the first step do not hold then. They
+    # are dropped before the passes are compared.
     settings = drop_floors_after_rounded_step(indexed_passes, replace(settings, model_differences=model_differences))
     compared_passes = _compare_passes(passes, settings)
     mixed_recordings = describe_mixed_recordings(
@@ -311,7 +312,7 @@ def _find_first_difference(verdicts: Sequence[PassVerdict], outcome: Outcome) ->
 
 
 def _select_open_findings(verdicts: Sequence[PassVerdict]) -> list[Finding]:
-    """Select, for each quantity, the first finding that is not judged or unsettled.
+    """Select, for each quantity, the first finding whose status is NOT_JUDGED or UNSETTLED.
 
     Passes with other weights than the job's are left out, and so are doubts about dropout masks.
     """

@@ -10,7 +10,7 @@ Shape letters: B rows, S tokens a row, A columns of a noted tensor (a row's last
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import StatisticsError, correlation
 
@@ -21,7 +21,8 @@ from replay.options.declarations.tensor_names import OLD_LOG_PROBS, REF_LOG_PROB
 from replay.output.text import Pairs, pluralise
 
 OLD_POLICY, REFERENCE, ROLLOUT = "old policy", "reference", "rollout engine"
-NAMES = {OLD_POLICY: OLD_LOG_PROBS, REFERENCE: REF_LOG_PROBS, ROLLOUT: ROLLOUT_LOG_PROBS}
+# The names under which a job notes the log-probs of each source.
+NOTE_NAMES_BY_SOURCE = {OLD_POLICY: OLD_LOG_PROBS, REFERENCE: REF_LOG_PROBS, ROLLOUT: ROLLOUT_LOG_PROBS}
 # So many columns are kept, from the first one with an action on.
 MAX_COLUMNS = 256
 # Other tokens' log-probs are so many times as far from the policy's as those of the same tokens.
@@ -54,16 +55,24 @@ class NotedLogProbs:
     noted: Mapping[str, Sequence[Row]] = field(default_factory=dict)
 
 
+def has_noted_log_probs(names: Container[str]) -> bool:
+    """Tell whether log-probs are among the tensors with these names."""
+    return any(name in names for names_of_source in NOTE_NAMES_BY_SOURCE.values() for name in names_of_source)
+
+
 def collect_noted_log_probs(
     tensors: Mapping[str, Tensor], ids_BS: Tensor, own_BS: Tensor, has_own_BS: Tensor
 ) -> NotedLogProbs | None:
-    """Collect them from a pass; None where the job noted none of single tokens.
+    """Collect the log-probs that the job noted of a pass. None if it noted none, or only sums of rows.
 
-    tensors     that the job gave the model, or noted
+    tensors     those that the job gave the model, and those that it noted
     own_BS      the replay's log-probs, each in the place of its token
-    has_own_BS  where there is one of an action token
+    has_own_BS  True where `own_BS` has the log-prob of an action token
     """
-    found = {label: next((tensors[name] for name in names if name in tensors), None) for label, names in NAMES.items()}
+    found = {
+        source: next((tensors[name] for name in names if name in tensors), None)
+        for source, names in NOTE_NAMES_BY_SOURCE.items()
+    }
     noted = {label: tensor for label, tensor in found.items() if tensor is not None and _fits(tensor, ids_BS)}
     if not noted or not bool(has_own_BS.any()):
         return None

@@ -129,12 +129,12 @@ class Tracker:
             return 0
         return (Counter(self._count_collectives()) - self._counts_at_begin - highest).total()
 
-    def begin_pass(self, index: int, source: str, *, place_in_window: int = 0) -> None:
+    def begin_pass(self, index: int, source: str, *, index_in_window: int = 0) -> None:
         self._note_counts()
         for path, counts in self._counts.items():
             self._highest_counts[path] = self._highest_counts.get(path, Counter()) | counts
         self._counts = {}
-        self._phase_path = place_in_window, ()
+        self._phase_path = index_in_window, ()
         self._counts_at_begin = Counter(self._count_collectives())
         self._move(RankPosition(index=index, phase=RankPhase.READING, source=source))
 
@@ -157,8 +157,8 @@ class Tracker:
 
     def _move(self, position: RankPosition) -> None:
         self.position = position
-        place_in_window, phases = self._phase_path
-        self._phase_path = place_in_window, (*phases, position.phase)
+        index_in_window, phases = self._phase_path
+        self._phase_path = index_in_window, (*phases, position.phase)
         self.num_phase_changes += 1
         text = json.dumps({name: getattr(position, name) for name in FIELDS})
         self._mapped[:] = text.encode().ljust(FILE_BYTES)[:FILE_BYTES]

@@ -307,9 +307,9 @@ def test_a_collective_that_no_pass_before_had_is_counted(tmp_path: Path) -> None
     entered = {"data": 5}
     tracker = Tracker(tmp_path, rank=0, count_collectives=lambda: dict(entered))
 
-    def replay(index: int, forward: int, backward: int, place_in_window: int = 0) -> list[int]:
+    def replay(index: int, forward: int, backward: int, index_in_window: int = 0) -> list[int]:
         seen = []
-        tracker.begin_pass(index, "a.pkl", place_in_window=place_in_window)
+        tracker.begin_pass(index, "a.pkl", index_in_window=index_in_window)
         for phase, number in ((RankPhase.FORWARD, forward), (RankPhase.BACKWARD, backward)):
             tracker.enter_phase(phase)
             entered["data"] += number
@@ -323,7 +323,7 @@ def test_a_collective_that_no_pass_before_had_is_counted(tmp_path: Path) -> None
     assert replay(3, forward=10, backward=3) == [1, 2, 2]
     entered["ring"] = 1
     assert tracker.count_new_collectives() == 3
-    assert replay(4, forward=20, backward=2, place_in_window=1) == [0, 0, 0]
+    assert replay(4, forward=20, backward=2, index_in_window=1) == [0, 0, 0]
     tracker.begin_pass(5, "a.pkl")
     tracker.enter_phase(RankPhase.FORWARD)
     entered["data"] += 99
