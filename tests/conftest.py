@@ -135,6 +135,7 @@ def pytest_collection_finish() -> None:
         written_json.watch(import_module(name))
     torch.set_num_threads(1)  # processes share the cores, and more threads than cores wait for each other
     gc.freeze()  # what is there now stays; going through it took half of the time of tests in this process
+    gc.set_threshold(*warm.GARBAGE_THRESHOLDS)
 
 
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:

@@ -25,6 +25,9 @@ ROOT = Path(__file__).parent.parent.parent
 COLD_BIN = Path(sys.executable).parent
 SCRIPTS = ("torchrun", "deepspeed", "replay")
 PADDING = "-" * 4096  # of the server's command line: a fork writes its own there
+# Objects before a collection, and collections before one of the older objects: with Python's own (700, 10, 10) a
+# twentieth of the tests' time is spent on looking for garbage, most of it in vain.
+GARBAGE_THRESHOLDS = 100_000, 20, 20
 HOME, OWNER = "WARM_HOME", "WARM_OWNER"  # variables that tests/conftest.py sets: a folder, and the session's process
 GRAPHS = "WARM_GRAPHS"  # variable of a program: what it compiles has graphs alone, and no kernels
 

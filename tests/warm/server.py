@@ -28,7 +28,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
-from tests.warm import GRAPHS, ROOT
+from tests.warm import GARBAGE_THRESHOLDS, GRAPHS, ROOT
 
 IMPORTS = (  # none that is run with -m: runpy warns of those that are there already
     "replay.processes.forkserver_preload",
@@ -73,6 +73,7 @@ def serve(address: str, owner: int, more_imports: Sequence[str]) -> Program:
     rendezvous: Any = sys.modules["torch.distributed.elastic.rendezvous.dynamic_rendezvous"]
     rendezvous.get_method_name = lambda depth=2: sys._getframe(depth).f_code.co_name
     gc.freeze()
+    gc.set_threshold(*GARBAGE_THRESHOLDS)
     gc.enable()
     assert len(_threads()) == 1, f"a fork would lose this process's other threads: {_threads()}"
     print("ready", flush=True)
