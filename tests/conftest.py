@@ -8,7 +8,7 @@ import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from contextlib import nullcontext
 from functools import partialmethod
 from importlib import import_module
@@ -29,17 +29,6 @@ if TYPE_CHECKING:
     from replay.watch.watcher import Watch
 
 GPUS_NEEDED = {"gpu": 1, "multi_gpu": 2}  # by marker
-# The quick files that take longest.
-LONGEST = (
-    "test_commands.py",
-    "replay/commands/test_parity_faults.py",
-    "capture/test_run.py",
-    "replay/commands/test_diagnose.py",
-    "replay/verdict/test_faults.py",
-    "replay/commands/test_worst.py",
-    "replay/commands/test_minimise.py",
-    "replay/commands/test_parity.py",
-)
 sys.path.append(written_json.HOME)  # the fork server of replays gets the path of this process
 
 for number, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGQUIT, signal.SIG_DFL)):
@@ -110,7 +99,8 @@ def pytest_collection() -> Iterator[None]:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Put long files first, and leave out tests that need more GPUs than this machine has."""
     # A worker that takes a long file last keeps the others waiting.
-    items.sort(key=_find_place)
+    with_slow_tests = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: _find_place(item, with_slow_tests))
     import torch
 
     lacking = {marker for marker, needed in GPUS_NEEDED.items() if torch.cuda.device_count() < needed}
@@ -120,11 +110,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if item not in left_out]
 
 
-def _find_place(item: pytest.Item) -> tuple[bool, bool]:
-    """Find the place of an item's file in the order: slow as a whole, then long, then others."""
+def _find_place(item: pytest.Item, with_slow_tests: Set[Path]) -> tuple[bool, bool, bool]:
+    """Find the place of an item's file in the order: slow as a whole, then long, then with slow tests, then others."""
     module = item.getparent(pytest.Module)
     marks = set() if module is None else {mark.name for mark in module.own_markers}
-    return "slow" not in marks, "long" not in marks
+    return "slow" not in marks, "long" not in marks, item.path not in with_slow_tests
 
 
 def pytest_collection_finish() -> None:

@@ -3,6 +3,8 @@
 import os
 import subprocess
 
+import pytest
+
 from tests.helpers.commands import LIMIT, ROOT
 from tests.warm import warm_bin
 
@@ -26,3 +28,11 @@ def test_no_test_of_the_console_reads_a_variable_of_the_user() -> None:
         timeout=LIMIT,
     )
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_files_with_slow_tests_start_before_others(request: pytest.FixtureRequest) -> None:
+    """Where both tiers run at once: a worker that took one of them last would keep the others waiting."""
+    items = [item for item in request.session.items if item.get_closest_marker("long") is None]
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    order = [path in slow for path in dict.fromkeys(item.path for item in items)]
+    assert order == sorted(order, reverse=True)
