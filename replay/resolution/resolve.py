@@ -319,8 +319,8 @@ def _explain_attention(probed: _KernelAndLayout, kernel_name: str, typed: ActorS
     machine_reason = (
         "the fastest of a ring's kernels that can be had here" if after.parallel.ring > 1 else "what a CPU has"
     )
-    # `choose_job_kernel` gives no reason for a ring. On a CPU it gives one only if the captures name a kernel that cannot
-    # be had here.
+    # `choose_job_kernel` gives no reason for a ring. On a CPU it gives one only if the captures name a kernel that
+    # cannot be had here.
     default_reasons = {ChosenBy.JOB: "its captures name it", ChosenBy.MACHINE: machine_reason}
     why = probed.attention_reason or default_reasons.get(by, "")
     return ResolvedChoice(setting=ATTENTION, value=kernel_name, by=by, why=why)

@@ -587,8 +587,8 @@ class Replayer:
         They are computed now, because the next step may change the weights.
 
         Returns None if there is no objective, if the objective's loss is the job's, if no other losses are known for
-        the objective, if the pass has a routers' loss, reversed rows or no train mode, if its log-probs are not the job's,
-        or after MAX_TRIED_PASSES passes.
+        the objective, if the pass has a routers' loss, reversed rows or no train mode, if its log-probs are not the
+        job's, or after MAX_TRIED_PASSES passes.
         """
         # The tried losses have no routers' part. A run with reversed rows only measures what rounding does.
         is_comparable = outcome.router_loss is None and inputs.train_mode and not inputs.has_reversed_rows
