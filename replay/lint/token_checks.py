@@ -27,6 +27,8 @@ _MIN_PROMPT = 4
 _MIN_ROWS_WITH_PROMPT = 4
 # So many steps on the same rows are no chance.
 _MIN_STEPS = 3
+# Fewer steps may come in one order twice by chance.
+_MIN_STEPS_OF_EPOCH = 4
 # A last label may be the row's first token by chance.
 _MIN_WRAPPED = 4
 # Of rows that were cut off, this share is many; and of others, this share is most.
@@ -210,6 +212,7 @@ def _check_labelled_padding(traits: Sequence[TokenTraits], subject: LintSubject)
     rows = [
         row
         for tokens in traits
+        if not tokens.has_actions
         for row in tokens.rows
         if row.num_labelled_tail > _NUM_ENDS and (row.trailing[0] in ends or row.trailing[1] >= _CERTAIN_RUN)
     ]
@@ -437,7 +440,7 @@ def _check_template(traits: Sequence[TokenTraits]) -> Iterator[LintRemark]:
 
 def _check_turn_ends(traits: Sequence[TokenTraits], subject: LintSubject) -> Iterator[LintRemark]:
     """Say so where ends of turns have no label though the tokens before them have, and ends of rows have one."""
-    rows = [row for tokens in traits for row in tokens.rows]
+    rows = [row for tokens in traits if not tokens.has_actions for row in tokens.rows]
     number = sum(row.num_unlabelled_turn_ends for row in rows)
     if number < _MIN_ALIKE or number != sum(row.num_turn_ends for row in rows):
         return
@@ -523,10 +526,13 @@ def _check_ends(traits: Sequence[TokenTraits], subject: LintSubject) -> Iterator
     for id_, number in numbers.items():
         is_end = id_ in subject.eos_token_ids or (not subject.eos_token_ids and number == len(rows))
         if number >= _MIN_ALIKE and is_end and id_ not in labelled:
+            what = "never has a label, though the tokens before it have"
+            if all(tokens.has_actions for tokens in traits):
+                what = "is never an action, though the tokens before it are"
             yield LintRemark(
                 topic="labels",
-                text=f"token {id_} ends {number} of {pluralise(len(rows), 'row')} and never has a label, though the "
-                "tokens before it have: is the end of a text taken for padding?",
+                text=f"token {id_} ends {number} of {pluralise(len(rows), 'row')} and {what}: is the end of a text "
+                "taken for padding?",
                 weight=Weight.WRONG_TARGETS,
             )
 
@@ -607,6 +613,17 @@ def _check_rows_of_steps(by_step: dict[int, dict[int | None, Counter[int]]]) -> 
     if len(steps) >= _MIN_STEPS and any(steps[0].values()) and all(rows == steps[0] for rows in steps):
         text = f"each of the {len(steps)} steps was fed the same rows"
         yield LintRemark(topic="rows", text=text, weight=Weight.SAME_ROWS)
+        return
+    for period in range(_MIN_STEPS_OF_EPOCH, len(steps) // 2 + 1):
+        are_alike = all(rows == other for rows, other in zip(steps, steps[period:], strict=False))
+        if are_alike and any(steps[0].values()):
+            yield LintRemark(
+                topic="rows",
+                text=f"the rows of {period} steps came again in the same order, for {len(steps) - period} steps: are "
+                "they shuffled anew in each epoch (`set_epoch`)?",
+                weight=Weight.SETTING,
+            )
+            return
 
 
 def _count(number: int, total: int) -> str:

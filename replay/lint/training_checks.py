@@ -2,7 +2,7 @@
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 
 import torch
@@ -69,6 +69,7 @@ def check_training(subject: LintSubject) -> Iterator[LintRemark]:
     yield from _check_reference(subject)
     yield from _check_advantages(subject)
     yield from _check_random_states(subject)
+    yield from _check_random_states_of_ranks(subject)
     yield from _check_precision(subject)
     yield from _check_reduction(subject)
     yield from _check_missing_passes(subject)
@@ -413,6 +414,38 @@ def _check_random_states(subject: LintSubject) -> Iterator[LintRemark]:
             f"pass of another step, as forwards {forwards} did: masks repeat. Does something seed inside the loop?",
             weight=Weight.NO_TRAINING,
         )
+
+
+def _check_random_states_of_ranks(subject: LintSubject) -> Iterator[LintRemark]:
+    """Say so where ranks with rows of their own drew the same random numbers: one seed is set on all of them.
+
+    Ranks of tensor parallelism are fed the same rows, and have to drop out alike.
+    """
+    by_state: dict[tuple[int | None, frozenset[tuple[str, bytes]]], dict[int | None, list[RecordedPass]]] = {}
+    for recorded in subject.trained:
+        if recorded.draws is not None and recorded.draws.has_any:
+            key = recorded.num_steps_before, frozenset(recorded.draws.before.items())
+            by_state.setdefault(key, {}).setdefault(recorded.rank, []).append(recorded)
+    shared = {step: by_rank for (step, _), by_rank in by_state.items() if _have_other_rows(by_rank)}
+    if shared:
+        ranks = ", ".join(sorted(map(str, next(iter(shared.values())))))
+        total = len({step for step, _ in by_state})
+        yield LintRemark(
+            topic="dropout",
+            text=f"ranks {ranks}, which are fed other rows, began passes with one random state in {len(shared)} of "
+            f"{pluralise(total, 'step')}, so that they drop out alike. Try: a seed for each rank",
+            weight=Weight.SETTING,
+        )
+
+
+def _have_other_rows(by_rank: Mapping[int | None, Sequence[RecordedPass]]) -> bool:
+    rows = {
+        tuple(row.first_tokens for row in recorded.tokens.rows)
+        for passes in by_rank.values()
+        for recorded in passes
+        if recorded.tokens is not None
+    }
+    return len(by_rank) > 1 and len(rows) > 1
 
 
 def _check_precision(subject: LintSubject) -> Iterator[LintRemark]:

@@ -35,6 +35,8 @@ LEAST_APART, MAX_SOUGHT = 0.1, 64
 MANY_TOKENS, GOES_NOT_WITH = 64, 0.3
 # A mean distance, in nats, up to which two lists are of one model.
 SAME_LOG_PROBS = 1e-6
+# Engines and dtypes of one policy are nearer than this mean distance.
+FAR_LOG_PROBS = 0.1
 # The largest weight of a divergence that a job's loss may have unseen; jobs have 0.001 to 0.1.
 MAX_UNSEEN_WEIGHT = 5e-4
 
@@ -100,12 +102,12 @@ def _fits(tensor: Tensor, ids_BS: Tensor) -> bool:
 
 
 def describe_noted_log_probs(
-    steps: Sequence[tuple[int | None, NotedLogProbs]], of_job_weights: Sequence[NotedLogProbs]
+    steps: Sequence[tuple[int | None, NotedLogProbs]], with_job_weights: Sequence[tuple[int | None, NotedLogProbs]]
 ) -> Pairs:
     """Describe noted log-probs that are not of their own tokens.
 
-    steps           the number of steps before each pass, and what was noted of it
-    of_job_weights  those of passes that are known to run on the job's weights here
+    steps             the number of steps before each pass, and what was noted of it
+    with_job_weights  those of passes that are known to run on the job's weights here
     """
     passes = [noted for _, noted in steps]
     labels = dict.fromkeys(label for noted in passes for label in noted.noted)
@@ -114,10 +116,11 @@ def describe_noted_log_probs(
         text = (
             _describe_shift(label, passes)
             or _describe_other_rows(label, steps)
-            or _describe_unlike(label, of_job_weights)
+            or _describe_unlike(label, [noted for _, noted in with_job_weights])
         )
         if text is None and label == OLD_POLICY:
-            text = _describe_renewal(steps)
+            first = [noted for step, noted in with_job_weights if step == 0]
+            text = _describe_renewal(steps) or _describe_first_step(first)
         lines += [] if text is None else [("note", f"{label}: {text}")]
     return lines
 
@@ -222,6 +225,27 @@ def _describe_unlike(label: str, passes: Sequence[NotedLogProbs]) -> str | None:
     return (
         f"the noted log-probs of {pluralise(len(pairs), 'token')} do not go with the policy's (correlation "
         f"{both:.2f}): they may be of other tokens"
+    )
+
+
+def _describe_first_step(passes: Sequence[NotedLogProbs]) -> str | None:
+    """Say that the old policy's log-probs are not the policy's before it has been stepped."""
+    pairs = [
+        pair
+        for noted in passes
+        if OLD_POLICY in noted.noted
+        for rows in zip(noted.own, noted.noted[OLD_POLICY], strict=True)
+        for pair in _list_pairs(*rows)
+    ]
+    if len(pairs) < LEAST_TOKENS:
+        return None
+    apart = _measure(*zip(*pairs, strict=True))
+    if apart < FAR_LOG_PROBS:
+        return None
+    return (
+        f"before the first step the noted log-probs of {pluralise(len(pairs), 'token')} are {apart:.2g} from the "
+        "policy's on average, and the old policy is the policy then: is the temperature, dropout or dtype another one, "
+        "or did another model generate these?"
     )
 
 

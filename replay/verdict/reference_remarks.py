@@ -44,7 +44,11 @@ def describe_reference(passes: Sequence[PassEvidence]) -> Pairs:
     ]
     lines = describe_noted_log_probs(
         [(recorded.num_steps_before, log_probs) for recorded, log_probs in noted],
-        [log_probs for recorded, log_probs in noted if recorded.weight_comparison.are_same],
+        [
+            (recorded.num_steps_before, log_probs)
+            for recorded, log_probs in noted
+            if recorded.weight_comparison.are_same
+        ],
     )
     # What single tokens tell, the sums of sequences need not tell again.
     told = [text.partition(":")[0] for _, text in lines]

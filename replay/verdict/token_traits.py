@@ -184,7 +184,9 @@ def read_token_traits(call: CapturedCall, batch: MicroBatch, special_tokens: Spe
     if labels_BS is not None and has_shifted_labels:
         token_labels_BS = move_to_tokens(labels_BS)
     documents = _find_documents(batch)
-    rows = _read_rows(batch, token_labels_BS, documents, special_tokens)
+    # The loss of generated answers is of their actions, which may have no gradient.
+    row_labels_BS = token_labels_BS if batch.action_mask_BA is None else _label_actions(batch, batch.action_mask_BA)
+    rows = _read_rows(batch, row_labels_BS, documents, special_tokens)
     num_borders, num_continued, num_other_restarts = _count_restarts(call, batch, documents)
     first_positions, num_late_rows = _read_first_positions(batch)
     is_not_finite_BS = _find_not_finite(call, real_BS)
@@ -232,7 +234,7 @@ def read_token_traits(call: CapturedCall, batch: MicroBatch, special_tokens: Spe
         num_idle_actions=_count_idle_actions(batch, special_tokens),
         num_left_out=num_left_out,
         left_out_spacing=left_out_spacing,
-        labelled_ends=_find_labelled_ends(rows, token_labels_BS),
+        labelled_ends=_find_labelled_ends(rows, row_labels_BS),
         bos_token_id=special_tokens.bos_token_id,
     )
 
@@ -261,6 +263,13 @@ def _find_labels(batch: MicroBatch) -> tuple[Tensor | None, bool]:
     if batch.labels_BS is not None:
         return batch.labels_BS, False
     return batch.loss_targets_BS, batch.loss_targets_BS is not None
+
+
+def _label_actions(batch: MicroBatch, action_mask_BA: Tensor) -> Tensor:
+    """Return the ids of the action tokens, [B, S], and IGNORED_LABEL at the others."""
+    num_others = batch.sequences_BS.shape[1] - action_mask_BA.shape[1]
+    is_action_BS = torch.nn.functional.pad(action_mask_BA, (num_others, 0))
+    return batch.sequences_BS.masked_fill(~is_action_BS, IGNORED_LABEL)
 
 
 def _count_commonest_ids(ids_T: Tensor) -> dict[int, int]:

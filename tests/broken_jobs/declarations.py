@@ -164,6 +164,7 @@ class Fault:
     after_step: Callable[[Parameters, At], object] | None = None
     skipped_steps: Sequence[int] = ()  # those that the loop does not take
     zero_grad: bool = True  # are gradients emptied after a step?
+    has_one_seed: bool = False  # have all ranks the same one?
     unscales_first: bool = True  # is fp16's loss scale taken out before the clipping?
 
 

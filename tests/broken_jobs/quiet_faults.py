@@ -28,6 +28,11 @@ def old_log_probs_of_other_rows(noted: dict[str, Tensor]) -> dict[str, Tensor]:
     return noted | {"old_log_probs": noted["old_log_probs"].roll(1, 0)}
 
 
+def old_log_probs_of_another_temperature(noted: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The old policy's log-probs are nearly those of logits that were divided by 0.7."""
+    return noted | {"old_log_probs": noted["old_log_probs"] / 0.7}
+
+
 def no_advantages(noted: dict[str, Tensor]) -> dict[str, Tensor]:
     """All rewards are alike, so that their mean leaves nothing of them."""
     return noted | {"advantages": torch.zeros_like(noted["advantages"])}

@@ -20,6 +20,7 @@ BEGIN, END = 94, 95
 TEXTS = Setup(config={"bos_token_id": BEGIN, "eos_token_id": END}, num_steps=5)
 # A mean over no label is no number, but a sum divided by the step's tokens is 0.
 WINDOWS = Setup(accumulation=2, num_steps=3)
+DROPOUT = Setup(config={"attention_dropout": 0.1}, learning_rate=0.0)
 
 NEXT_ROW = {"note": "the last place is to predict the first token of the next row"}
 
@@ -42,6 +43,11 @@ QUIET_JOBS: list[Job] = [
          Fault(process=q.without_labels_now_and_then), {"note": "no token has a label in 2 of 6 training passes"}),
     ),
     *broken_jobs(
+        FaultClass.DROPOUT,
+        ("ddp-one-seed", DDP, (), "all ranks have one seed, and drop out alike", DROPOUT, Fault(has_one_seed=True),
+         {"note": "which are fed other rows, began passes with one random state"}),
+    ),
+    *broken_jobs(
         FaultClass.POLICY,
         ("policy-old-shifted", PLAIN, (), "the old policy's log-probs stand one place too early", RAGGED_POLICY,
          Fault(noted=q.old_log_probs_shifted),
@@ -49,6 +55,9 @@ QUIET_JOBS: list[Job] = [
         ("ddp-policy-old-of-other-rows", DDP, (), "the old policy's log-probs are of other rows of the micro-batch",
          POLICY, Fault(noted=q.old_log_probs_of_other_rows),
          {"note": "sequences have the noted log-probs of another one of their step"}),
+        ("policy-old-of-another-temperature", PLAIN, (), "the old policy's log-probs are of another temperature",
+         RAGGED_POLICY, Fault(noted=q.old_log_probs_of_another_temperature),
+         {"note": "old policy: before the first step the noted log-probs"}),
         ("policy-without-advantages", PLAIN, (), "all rewards are alike", RAGGED_POLICY, Fault(noted=q.no_advantages),
          {"note": "advantages: all are 0 in 3 of 3"}),
         ("policy-without-divergence", PLAIN, C.OBJECTIVE, "the KL divergence's coefficient never comes to the loss",

@@ -101,6 +101,8 @@ class Run:
         if self.fault.model is not None:
             self.fault.model(model)
         model.train()
+        # Each rank drops out other values than the others.
+        torch.manual_seed(0 if self.fault.has_one_seed else self.at.rank)
         self.began = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
         return model
 
@@ -444,7 +446,7 @@ def _policy_loss(logits_BSV: Tensor, batch: Batch, run: Run, at: At) -> Tensor:
     noted = {
         "action_mask": batch["labels"][:, 1:] != IGNORED,
         "advantages": torch.randn(size[0], 1, generator=generator).expand(size),
-        "old_log_probs": log_probs_BA.detach() + 0.1 * torch.randn(size, generator=generator),
+        "old_log_probs": log_probs_BA.detach() + 0.05 * torch.randn(size, generator=generator),
     }
     if run.job.setup.divergence:
         noted["ref_log_probs"] = log_probs_BA.detach() + 0.5 * torch.randn(size, generator=generator)

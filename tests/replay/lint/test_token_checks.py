@@ -219,6 +219,34 @@ def test_rows_that_come_again_are_said() -> None:
     assert say(each) == ["rows: each of the 3 steps was fed the same rows"]
 
 
+@pytest.mark.parametrize(("order", "says"), [([0, 1, 2, 3], True), ([3, 1, 2, 0], False)])
+def test_epochs_of_one_order_are_said(order: list[int], says: bool) -> None:
+    passes = [
+        make_pass(make_rows([9, 12, 10], seed=seed), number=number) for number, seed in enumerate([0, 1, 2, 3, *order])
+    ]
+    said = "rows: the rows of 4 steps came again in the same order, for 4 steps: are they shuffled anew in each epoch "
+    assert [text.startswith(said) for text in say(passes)] == [True] * says
+    # Half an epoch of the same order tells nothing.
+    assert say(passes[:6]) == []
+
+
+@pytest.mark.parametrize("is_action", [True, False])
+def test_an_end_of_answers_that_is_never_an_action_is_said(is_action: bool) -> None:
+    """As of an action mask that is one token short."""
+    rows = make_rows([20, 18, 15, 19])
+    rows.pop("labels")
+    last = rows["attention_mask"].sum(1, keepdim=True) - 1
+    rows["input_ids"].scatter_(1, last, 900)
+    is_action_BS = (torch.arange(20) >= 8) & (torch.arange(20) < last + is_action)
+    tokens = SpecialTokens(pad_token_id=PAD, eos_token_ids=frozenset({900}))
+    recorded = make_pass(rows, notes={"action_mask": is_action_BS[:, 4:]}, special_tokens=tokens)
+    said = (
+        "labels: token 900 ends 4 of 4 rows and is never an action, though the tokens before it are: is the end of a "
+        "text taken for padding?"
+    )
+    assert say([recorded], eos_token_ids=frozenset({900})) == ([] if is_action else [said])
+
+
 def test_rows_of_several_epochs_and_rows_of_one_token_are_not_said() -> None:
     epochs = [make_pass(make_rows([9, 12, 10], seed=number % 2), number=number) for number in range(4)]
     assert say(epochs) == []

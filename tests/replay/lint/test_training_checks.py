@@ -157,6 +157,31 @@ def test_passes_of_different_steps_that_draw_the_same_random_numbers_are_said() 
 
 
 @pytest.mark.parametrize(
+    ("states", "has_same_rows", "says"),
+    [
+        (((b"a", b"b"), (b"a", b"c")), False, True),
+        (((b"a", b"b"), (b"d", b"c")), False, False),
+        # Ranks of tensor parallelism; and nothing was drawn.
+        (((b"a", b"b"), (b"a", b"b")), True, False),
+        (((b"a", b"a"), (b"a", b"a")), False, False),
+    ],
+)
+def test_ranks_that_draw_the_same_random_numbers_for_other_rows_are_said(
+    states: tuple[tuple[bytes, bytes], ...], has_same_rows: bool, says: bool
+) -> None:
+    passes = [
+        replace(
+            make_pass(make_rows([9, 12, 10], seed=0 if has_same_rows else rank), rank=rank),
+            draws=RandomDraws(before={"cpu": before}, after={"cpu": after}),
+        )
+        for rank, (before, after) in enumerate(states)
+    ]
+    texts = [text for text in say(passes) if text.startswith("dropout")]
+    said = "dropout: ranks 0, 1, which are fed other rows, began passes with one random state in 1 of 1 step, so that"
+    assert [text.startswith(said) for text in texts] == [True] * says
+
+
+@pytest.mark.parametrize(
     ("dtype", "moment", "values", "is_said"),
     [
         ("bfloat16", 0.5, {}, True),

@@ -25,7 +25,7 @@ OWN_BS = -3 + 2 * draw(0, ROWS, TOKENS)
 # Prompts of four tokens; the answers of two rows end sooner.
 HAS_BS = (torch.arange(TOKENS) >= 4) & (torch.arange(TOKENS) < torch.tensor([[24], [20], [24], [16]]))
 IDS_BS = torch.arange(ROWS * TOKENS).view(ROWS, TOKENS)
-NEAR_BA = (OWN_BS + 0.1 * draw(1, ROWS, TOKENS))[:, -ACTIONS:]
+NEAR_BA = (OWN_BS + 0.05 * draw(1, ROWS, TOKENS))[:, -ACTIONS:]
 
 
 def collect(noted_BA: Tensor, *, name: str = "old_log_probs", own_BS: Tensor = OWN_BS) -> NotedLogProbs:
@@ -36,7 +36,7 @@ def collect(noted_BA: Tensor, *, name: str = "old_log_probs", own_BS: Tensor = O
 
 def describe(noted_BA: Tensor, *, name: str = "old_log_probs") -> list[str]:
     collected = collect(noted_BA, name=name)
-    return [text for _, text in describe_noted_log_probs([(0, collected)], [collected])]
+    return [text for _, text in describe_noted_log_probs([(0, collected)], [(0, collected)])]
 
 
 @pytest.mark.parametrize(
@@ -68,7 +68,8 @@ def test_log_probs_of_other_rows_are_told() -> None:
     )
     one_swapped = NEAR_BA.clone()
     one_swapped[0] = NEAR_BA[2]
-    assert describe(one_swapped) == []
+    collected = collect(one_swapped)
+    assert describe_noted_log_probs([(1, collected)], [(1, collected)]) == []
 
 
 def test_rows_are_sought_in_other_passes_of_the_same_step_alone() -> None:
@@ -82,7 +83,7 @@ def test_rows_are_sought_in_other_passes_of_the_same_step_alone() -> None:
 def test_log_probs_of_something_else_are_told_where_the_replay_has_the_jobs_weights() -> None:
     foreign = collect(-3 + 2 * draw(5, ROWS, ACTIONS))
     assert describe_noted_log_probs([(0, foreign)], []) == []
-    [(_, text)] = describe_noted_log_probs([(0, foreign)], [foreign])
+    [(_, text)] = describe_noted_log_probs([(0, foreign)], [(0, foreign)])
     assert text.startswith("old policy: the noted log-probs of 68 tokens do not go with the policy's (correlation ")
 
 
@@ -104,6 +105,16 @@ def test_an_old_policy_that_is_renewed_between_steps_on_the_same_rows_is_told(
     passes = [collect(OWN_BS), collect(noted_later(later_BS), own_BS=later_BS)]
     texts = [text for _, text in describe_noted_log_probs(list(enumerate(passes)), [])]
     assert any("4 sequences came again in a later step" in text for text in texts) is says
+
+
+@pytest.mark.parametrize(("apart", "step", "says"), [(0.05, 0, False), (0.3, 0, True), (0.3, 1, False)])
+def test_an_old_policy_that_is_another_one_before_the_first_step_is_told(apart: float, step: int, says: bool) -> None:
+    """As of log-probs that were taken at another temperature. Later, the old policy is another one by right."""
+    collected = collect(OWN_BS + apart * draw(4, ROWS, TOKENS).sign())
+    lines = describe_noted_log_probs([(step, collected)], [(step, collected)])
+    said = "old policy: before the first step the noted log-probs of 68 tokens are 0.3 from the policy's on average"
+    assert [text.startswith(said) for _, text in lines] == [True] * says
+    assert describe_noted_log_probs([(step, collected)], []) == []
 
 
 def test_a_loss_without_a_divergence_from_a_noted_reference_is_told() -> None:
