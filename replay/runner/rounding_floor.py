@@ -257,14 +257,19 @@ def measure_step_floors(
 ) -> tuple[dict[int, dict[str, NoiseFloor]], int]:
     """Return the floors by pass where the optimizer steps: how far apart two replays are after all earlier steps.
 
-    A few passes are measured. Behind them a floor is taken to grow as the number of steps does: two trainings that
-    differ in rounding part more slowly.
+    A few passes are measured, and those up to two steps behind the last change of what is trained: a moment that begins
+    at 0 makes a first step of the whole learning rate, whatever the gradient's size, and of a gradient that is rounding
+    it makes as large a step as of any other. Behind them a floor is taken to grow as the number of steps does: two
+    trainings that differ in rounding part more slowly.
 
     There are none where the second replay drew other dropout masks.
 
     Also returns how many passes ran. All ranks must call this.
     """
-    num_passes = count_passes_to_measure(repeater.spec, len(repeater.selection.inputs))
+    num_inputs = len(repeater.selection.inputs)
+    num_passes = count_passes_to_measure(repeater.spec, num_inputs)
+    if last_change := find_last_change(passes):
+        num_passes = min(num_inputs, max(num_passes, last_change + 3 * repeater.spec.actor.resolved_grad_accumulation))
     variant = repeater.make_rounding_variant(passes)
     repeated_passes = repeater.replay_inputs(variant, num_passes)
     if not have_same_masks(repeater.spec, passes, variant, repeated_passes, repeater.dropout):
@@ -292,6 +297,18 @@ def measure_step_floors(
             for name, floor in {**measured.get(index, measured[last]), **of_all}.items()
         }
     return floors, num_passes
+
+
+def find_last_change(passes: Sequence[PassEvidence]) -> int:
+    """Return the index of the last pass before which the job began or ceased to train parameters; 0: there is none."""
+    changes = [0]
+    numbers: dict[int, int] = {}
+    for record, recorded, _ in passes:
+        if recorded is not None and recorded.trains:
+            if numbers.setdefault(record.rank, recorded.num_frozen) != recorded.num_frozen:
+                changes.append(record.index)
+            numbers[record.rank] = recorded.num_frozen
+    return max(changes)
 
 
 def compute_floors(passes: Sequence[PassEvidence], other_passes: Sequence[PassEvidence]) -> dict[str, NoiseFloor]:

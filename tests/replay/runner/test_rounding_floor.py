@@ -25,6 +25,8 @@ from replay.tolerances.job_bounds import LOSS, TOKENS_RMS, NoiseFloor, name_sign
 from replay.verdict.judge import PassEvidence
 from replay.verdict.recorded_pass import ReplayedPass
 from tests.helpers.made_records import record
+from tests.replay.lint.recorded import make_pass as make_recorded_pass
+from tests.replay.lint.recorded import make_sample, make_samples
 from tests.trainers.common import make_batches, make_model
 
 
@@ -98,6 +100,30 @@ def test_behind_the_measured_passes_a_floor_grows_as_the_number_of_steps(monkeyp
     assert num_run == 4
     # Of a loss there is one value a pass, so the largest of all measured ones counts for each of them.
     assert [floors[index][LOSS].value for index in (0, 3, 6, 9)] == pytest.approx([3e-3, 3e-3, 6e-3, 9e-3])
+
+
+@pytest.mark.parametrize(("changed_at", "num_measured"), [(0, 4), (1, 4), (5, 8), (9, 10)])
+def test_passes_behind_a_change_of_what_is_trained_are_measured_too(
+    monkeypatch: pytest.MonkeyPatch, changed_at: int, num_measured: int
+) -> None:
+    monkeypatch.setattr("replay.runner.rounding_floor.have_same_masks", lambda *_: True)
+    frozen = [int(index < changed_at) for index in range(10)]
+    passes = [
+        PassEvidence(
+            record(index, loss=2.0, num_steps=index),
+            make_recorded_pass(number=index, weights=make_samples(make_sample(), num_frozen=number)),
+            ReplayedPass(),
+        )
+        for index, number in enumerate(frozen)
+    ]
+    repeater = SimpleNamespace(
+        spec=SimpleNamespace(actor=SimpleNamespace(resolved_grad_accumulation=1)),
+        selection=SimpleNamespace(inputs=range(10)),
+        dropout=(),
+        make_rounding_variant=lambda passes: SimpleNamespace(actor=ActorSpec()),
+        replay_inputs=lambda variant, number: [make_pass(index, 2.0) for index in range(number)],
+    )
+    assert measure_step_floors(cast(Any, repeater), passes)[1] == num_measured
 
 
 @pytest.mark.parametrize(
