@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
@@ -37,15 +37,28 @@ GROUP_NUMBER = "micro_replay_group"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Clipping:
+    """One clipping of a step's gradients.
+
+    order  of the norm of all gradients; None: each element's value is clipped
+    """
+
+    order: float | None
+    limit: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class StepSettings:
     """What one step of the optimizer is taken with, in place of what the spec says.
 
+    clippings     of the gradients, in their order, in place of the one to the spec's norm; empty: that one
     groups        settings as torch's optimizers have them, of each parameter group of the model's source by number
     needs_finite  the step is left out where the gradient's norm is not finite
     """
 
     groups: Sequence[Mapping[str, Any]]
     needs_finite: bool = False
+    clippings: Sequence[Clipping] = ()
 
     def apply(self, optimizer: Optimizer, schedule: LambdaLR | None) -> None:
         """Set those that a group has before a step. Where rates are among them, the schedule goes on from those."""
@@ -59,6 +72,29 @@ class StepSettings:
 def allows_step(settings: StepSettings | None, norm: float | Tensor | None) -> bool:
     """May a step be taken with a gradient of this norm?"""
     return settings is None or not settings.needs_finite or norm is None or math.isfinite(norm)
+
+
+@torch.no_grad()
+def clip_gradients(parameter_groups: Sequence[Sequence[nn.Parameter]], clippings: Sequence[Clipping]) -> None:
+    """Clip the gradients of all parameters, one clipping after the other, as torch's functions do.
+
+    parameter_groups  of one mesh each, where they are DTensors: an operation takes one mesh at a time
+    """
+    groups = [[value.grad for value in group if value.grad is not None] for group in parameter_groups]
+    local_gradients = [
+        gradient.to_local() if isinstance(gradient, DTensor) else gradient for group in groups for gradient in group
+    ]
+    for clipping in clippings:
+        if clipping.order is None:
+            for gradient in local_gradients:
+                gradient.clamp_(-clipping.limit, clipping.limit)
+            continue
+        order = clipping.order
+        norms = [compute_total_norm(group) if order == 2 else get_total_norm(group, order) for group in groups if group]
+        whole_norms = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
+        factor = clipping.limit / (torch.linalg.vector_norm(torch.stack(whole_norms), order) + 1e-6)
+        for gradient in local_gradients:
+            gradient.mul_(factor.clamp(max=1.0).to(gradient.dtype))
 
 
 @torch.no_grad()

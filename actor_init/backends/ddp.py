@@ -36,6 +36,7 @@ from actor_init.schedule_and_norm import (
     TORCH_DTYPES,
     StepSettings,
     allows_step,
+    clip_gradients,
     compute_total_norm,
     make_schedule,
     undo_loss_scale,
@@ -129,7 +130,9 @@ class DDPBackend(TorchBackend):
             assert self.optimizer is not None
             if settings is not None:
                 settings.apply(self.optimizer, self.schedule)
-            if self.spec.max_norm:
+            if settings is not None and settings.clippings:
+                clip_gradients([list(self.model.parameters())], settings.clippings)
+            elif self.spec.max_norm:
                 clip_grads_with_norm_(self.model.parameters(), self.spec.max_norm, norm)
             self.scaler.step(self.optimizer)
         update_scale_and_rate(self.scaler, self.schedule if step else None)

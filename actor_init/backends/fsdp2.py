@@ -41,6 +41,7 @@ from actor_init.schedule_and_norm import (
     TORCH_DTYPES,
     StepSettings,
     allows_step,
+    clip_gradients,
     compute_total_norm,
     make_schedule,
     undo_loss_scale,
@@ -158,9 +159,10 @@ class FSDP2Backend(TorchBackend):
             assert self.optimizer is not None
             if settings is not None:
                 settings.apply(self.optimizer, self.schedule)
+                clip_gradients(groups, settings.clippings)
             with ChangesShards():
                 for parameters in groups:
-                    if self.spec.max_norm:
+                    if self.spec.max_norm and not (settings is not None and settings.clippings):
                         # Torch scales DTensors one by one unless it is told otherwise.
                         clip_grads_with_norm_(parameters, self.spec.max_norm, norm, foreach=True)
                 self.scaler.step(self.optimizer)

@@ -130,6 +130,8 @@ class OptimizerStep:
     is_unclipped      False: some clipping was not seen or came before the last pass, so `gradients` may be shorter
     clips_early       True: gradients were clipped, with a limit, before the last of these passes
     clips_otherwise   True: gradients were clipped by another rule than to a 2-norm, as by value
+    clippings         all clippings of such a step, in their order: the order of the norm, or None for each element's
+                      value, and the limit; empty where one is not known, or was not of all gradients of the step
     optimizer         name of its class; of several that stepped, all their names
     library           the package that the class is of, as `torch`; `__main__` for one of the job's script
     settings          one mapping for each distinct group: `lr`, `betas`, `eps`, `weight_decay`, ... as numbers,
@@ -158,6 +160,7 @@ class OptimizerStep:
     is_unclipped: bool = True
     clips_early: bool = False
     clips_otherwise: bool = False
+    clippings: Sequence[tuple[float | None, float]] = ()
     optimizer: str | None = None
     settings: Sequence[Mapping[str, Any]] = field(default_factory=tuple)
     num_schedule_steps: int = 0
@@ -189,11 +192,12 @@ class OptimizerStep:
             gradients = content.pop("gradients")
             signatures = tuple(GradientSignature.from_plain(plain) for plain in content.pop("signatures", ()))
             state = tuple(StateSample.from_plain(plain) for plain in content.pop("state", ()))
+            clippings = tuple((order, limit) for order, limit in content.pop("clippings", ()))
             plain: dict[str, Any] = {
                 name: tuple(value) if isinstance(value, list) else value for name, value in content.items()
             }
             samples = None if gradients is None else ParameterSamples.from_json(gradients, source)
-            step = cls(gradients=samples, signatures=signatures, state=state, **plain)
+            step = cls(gradients=samples, signatures=signatures, state=state, clippings=clippings, **plain)
             step.check()
         except (TypeError, KeyError, ValueError, AttributeError, RecursionError):
             raise CaptureError(f"{source}: no record of an optimizer step: {text[:80]}") from None
@@ -207,10 +211,12 @@ class OptimizerStep:
         """Check the types of all values. Raises ValueError."""
         numbers = [self.number, *self.passes, *self.state_steps, self.num_schedule_steps]
         floats = [self.grad_norm, self.max_norm, self.unapplied_norm, *self.shares]
+        floats += [order for order, _ in self.clippings]
         is_right = (
             all(type(number) is int and number >= 0 for number in numbers)
             and len(self.shares) == len(self.passes)
             and all(value is None or type(value) in (int, float) for value in floats)
+            and all(type(limit) in (int, float) for _, limit in self.clippings)
             and all(type(name) is str for name in self.without_gradient)
             and type(self.is_part_of_norm) is type(self.is_unclipped) is bool
             and type(self.clips_early) is type(self.clips_otherwise) is bool
@@ -259,6 +265,7 @@ def merge_steps(first: OptimizerStep, second: OptimizerStep) -> OptimizerStep:
         is_unclipped=first.is_unclipped and second.is_unclipped,
         clips_early=first.clips_early or second.clips_early,
         clips_otherwise=first.clips_otherwise or second.clips_otherwise,
+        clippings=first.clippings if first.clippings == second.clippings else (),
         optimizer=", ".join(name for name in names if name is not None) or None,
         settings=merge_equal_settings(settings),
         num_schedule_steps=max(first.num_schedule_steps, second.num_schedule_steps),

@@ -34,6 +34,8 @@ from torch.overrides import TorchFunctionMode
 SEES_ALL_CLIPPING = hasattr(nn.utils.clip_grad, "_clip_grads_with_norm_")
 
 StepArguments = tuple[tuple[Any, ...], dict[str, Any]]
+# The order of the norm that gradients are clipped by, or None for the value of each element, and the limit.
+OtherRule = tuple[float | None, Any]
 
 
 class OptimizerCallbacks(Protocol):
@@ -43,8 +45,13 @@ class OptimizerCallbacks(Protocol):
     def wants_norms(self) -> bool:
         """Tell whether norms of single gradients are of use at the next clipping. To keep those takes a while."""
 
-    def before_clipping(self, parameters: Sequence[Tensor], max_norm: Any, norm: Any) -> None:
-        """Gradients of these parameters will be clipped. `norm` is theirs before it; None if it is not known yet."""
+    def before_clipping(
+        self, parameters: Sequence[Tensor], max_norm: Any, norm: Any, other_rule: OtherRule | None = None
+    ) -> None:
+        """Gradients of these parameters will be clipped. `norm` is theirs before it; None if it is not known yet.
+
+        other_rule  what they are clipped by in place of a 2-norm
+        """
 
     def after_clipping(self, norm: Any) -> None:
         """Gradients were clipped by a norm that was not known before. `norm` is theirs before it."""
@@ -182,9 +189,9 @@ class _WrappedFunction(NamedTuple):
 
 _attached_hooks: list[OptimizerHooks] = []
 _wrapped_functions: list[_WrappedFunction] = []
-# The latest norm that torch computed, if it is of another order than 2. Gradients that are clipped by it count as
-# clipped by an unknown rule: the norms of ranks could not be added up.
-_latest_other_norm: Tensor | None = None
+# The latest norm that torch computed, if it is of another order than 2, and that order. Gradients that it clips
+# count as clipped by another rule: the norms of ranks could not be added up.
+_latest_other_norm: tuple[Tensor, float] | None = None
 # The latest norm of order 2 that torch computed, and those of single gradients that it computed for it.
 _latest_norms: "tuple[Tensor, GradientNorms] | None" = None
 # What a GradScaler multiplied the loss by whose backward began last, until its step.
@@ -301,10 +308,10 @@ def _wrap_clip_by_known_norm(original: Callable[..., Any]) -> Callable[..., Any]
         global _latest_norms
         if active_callbacks := _find_active_callbacks():
             parameters = _list_parameters(parameters)
-            is_other_norm = total_norm is _latest_other_norm and total_norm is not None
+            other_norm = _latest_other_norm
             for callbacks in active_callbacks:
-                if is_other_norm:
-                    callbacks.before_clipping(parameters, None, None)
+                if other_norm is not None and total_norm is other_norm[0]:
+                    callbacks.before_clipping(parameters, None, None, (other_norm[1], max_norm))
                 else:
                     callbacks.before_clipping(parameters, max_norm, total_norm)
             _latest_norms = None
@@ -323,7 +330,7 @@ def _wrap_get_total_norm(original: Callable[..., Any]) -> Callable[..., Any]:
         keeps_norms = norm_type == 2 and any(callbacks.wants_norms for callbacks in active_callbacks)
         with _NormKeeper() if keeps_norms else nullcontext() as keeper:
             total_norm = original(tensors, norm_type, *args, **kwargs)
-        _latest_other_norm = None if norm_type == 2 else total_norm
+        _latest_other_norm = None if norm_type == 2 else (total_norm, float(norm_type))
         _latest_norms = None if keeper is None else (total_norm, keeper.norms)
         return total_norm
 
@@ -368,12 +375,12 @@ def _wrap_scale(original: Callable[..., Any]) -> Callable[..., Any]:
 def _wrap_clip_by_value(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap torch's function that clips each element of the gradients."""
 
-    def clip(parameters: Any, *args: Any, **kwargs: Any) -> Any:
+    def clip(parameters: Any, clip_value: Any, *args: Any, **kwargs: Any) -> Any:
         if active_callbacks := _find_active_callbacks():
             parameters = _list_parameters(parameters)
             for callbacks in active_callbacks:
-                callbacks.before_clipping(parameters, None, None)
-        return original(parameters, *args, **kwargs)
+                callbacks.before_clipping(parameters, None, None, (None, clip_value))
+        return original(parameters, clip_value, *args, **kwargs)
 
     return clip
 
@@ -415,10 +422,13 @@ def _wrap_clip_grad_norm(original: Callable[..., Any]) -> Callable[..., Any]:
         bound = signature.bind(*args, **kwargs)
         bound.apply_defaults()
         parameters = bound.arguments["parameters"] = _list_parameters(bound.arguments["parameters"])
-        has_order_2 = bound.arguments.get("norm_type") == 2
-        max_norm = bound.arguments["max_norm"] if has_order_2 else None
+        order, max_norm = float(bound.arguments.get("norm_type", 2.0)), bound.arguments["max_norm"]
+        has_order_2 = order == 2
         for callbacks in active_callbacks:
-            callbacks.before_clipping(parameters, max_norm, None)
+            if has_order_2:
+                callbacks.before_clipping(parameters, max_norm, None)
+            else:
+                callbacks.before_clipping(parameters, None, None, (order, max_norm))
         norm = original(*bound.args, **bound.kwargs)
         if has_order_2:
             for callbacks in active_callbacks:

@@ -25,7 +25,7 @@ from capture.record.host_copy import is_capturing_graph
 from capture.record.job_facts import is_in_process_group, prepare_folder, read_rank_and_world_size
 from capture.record.logit_gradient import watch_logits
 from capture.record.observer import JobPosition, RecordingObserver, TrainingPhase
-from capture.record.optimizer_hooks import OptimizerHooks
+from capture.record.optimizer_hooks import OptimizerHooks, OtherRule
 from capture.record.pass_store import PassStore, RecordingEnded, SkippedPasses, WriterItem
 from capture.record.recording_id import choose_recording_id
 from capture.record.retention import PassSelector, RetentionSettings
@@ -361,8 +361,10 @@ class Recorder:
     def wants_norms(self) -> bool:
         return self._maker.window is not None and self._maker.window.may_sign
 
-    def before_clipping(self, parameters: Sequence[torch.Tensor], max_norm: Any, norm: Any) -> None:
-        self._update_window(lambda window: window.begin_clipping(parameters, max_norm, norm))
+    def before_clipping(
+        self, parameters: Sequence[torch.Tensor], max_norm: Any, norm: Any, other_rule: OtherRule | None = None
+    ) -> None:
+        self._update_window(lambda window: window.begin_clipping(parameters, max_norm, norm, other_rule))
 
     def after_schedule_step(self, optimizer: Any, count: int | None, *, is_of_job: bool) -> None:
         self._update_window(lambda window: window.add_schedule_step(optimizer, count, is_of_job=is_of_job))

@@ -149,6 +149,8 @@ class StepWindow:
         self._unapplied_norm: float | None = None
         self._was_clipped_before_last_pass = False
         self._clips_otherwise = False
+        # Behind which pass each clipping came, -1 if it was not of all gradients; its norm's order, and its limit.
+        self._clippings: list[tuple[int, float | None, Any]] = []
         self._has_late_clipping = False
         self._has_stepped = False
         # What has stepped, and on which parameters.
@@ -196,7 +198,13 @@ class StepWindow:
         """Tell whether the gradients of this step may be signed, for which their norms are of use."""
         return self._has_recorded_pass and (self._signer.is_due if self._signs is None else self._signs)
 
-    def begin_clipping(self, parameters: Sequence[Tensor], max_norm: Any, norm: Any) -> None:
+    def begin_clipping(
+        self,
+        parameters: Sequence[Tensor],
+        max_norm: Any,
+        norm: Any,
+        other_rule: optimizer_hooks.OtherRule | None = None,
+    ) -> None:
         """Sample the gradients of the model before these parameters are clipped.
 
         A job may clip several times before a step. What counts are the gradients before the first clipping with a limit
@@ -213,12 +221,14 @@ class StepWindow:
             self._note_late_clipping(ids, limit)
             return
         self._clips_otherwise |= limit is None
+        is_whole = len(ids) >= self._sampler.num_trained
+        self._clippings.append((self._passes[-1] if is_whole else -1, *(other_rule or (2.0, limit))))
         if earlier and earlier.has_limit and self._is_clipping_up_to_date:
             return
         if all(parameter.grad is None for parameter in parameters):
             self._unapplied_norm = None if limit == math.inf else limit
             return
-        num_clipped = None if len(ids) >= self._sampler.num_trained else len(ids)
+        num_clipped = None if is_whole else len(ids)
         if earlier is not None and self._is_clipping_up_to_date:
             self._clipping = replace(earlier, max_norm=limit, num_clipped=num_clipped)
             return
@@ -388,6 +398,7 @@ class StepWindow:
             is_unclipped=(optimizer_hooks.SEES_ALL_CLIPPING or clipping is not None) and not clips_early,
             clips_early=clips_early,
             clips_otherwise=self._clips_otherwise,
+            clippings=self._list_clippings(),
             optimizer=type(optimizer).__name__,
             library=name_library(optimizer),
             settings=settings,
@@ -434,6 +445,15 @@ class StepWindow:
     def has_stepped(self) -> bool:
         """Tell whether an optimizer of the model has begun to step since the latest pass with autograd on."""
         return self._has_stepped
+
+    def _list_clippings(self) -> tuple[tuple[float | None, float], ...]:
+        """List the clippings of a step one of which is by another rule; none where that does not tell all of them."""
+        is_known = all(
+            forward == self._passes[-1] and isinstance(limit, int | float) for forward, _, limit in self._clippings
+        )
+        if not self._clips_otherwise or not is_known:
+            return ()
+        return tuple((order, float(limit)) for _, order, limit in self._clippings)
 
     @property
     def _was_clipped_in_parts(self) -> bool:

@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from actor_init.declarations.backends import list_whole_backend
+from actor_init.declarations.backends import find_backend_declaration, find_backends, list_whole_backend
 from actor_init.declarations.optimizers import (
     OPTIMIZERS,
     explain_unknown_class,
@@ -18,14 +18,14 @@ from actor_init.declarations.optimizers import (
 )
 from actor_init.declarations.optimizers.declaration import OptimizerDeclaration, ParameterGroup
 from actor_init.declarations.optimizers.user_function import USER_FUNCTION, drop_unknown
-from actor_init.schedule_and_norm import StepSettings
+from actor_init.schedule_and_norm import Clipping, StepSettings
 from actor_init.spec import ActorSpec, OptimizerName
 from capture.facts import Setting
 from capture.file_format.optimizer_step import OptimizerStep, merge_equal_settings, parse_numbers
 from replay.output.text import pluralise
 from replay.resolution.job_windows import JobWindow
 from replay.verdict.job_clipping import infer_own_clipping_limit
-from replay.verdict.optimizer_comparison import FAMILY, describe_difference_of_ranks
+from replay.verdict.optimizer_comparison import CLIPPING, FAMILY, describe_clippings, describe_difference_of_ranks
 from replay.verdict.recorded_pass import match_parameter_name
 
 
@@ -81,11 +81,11 @@ def find_followed_steps(
     job_code_clip_norm = (
         infer_own_clipping_limit([window.steps for window in followed]) if actor.max_norm is None else None
     )
+    clippings = _read_clippings(followed[0]) if actor.max_norm is None else ()
+    limit = None if clippings else _read_limit(followed[0].steps[0]) or job_code_clip_norm
     return FollowedSteps(
         optimizer=main.option_value,
-        max_norm=actor.max_norm
-        if actor.max_norm is not None
-        else _read_limit(followed[0].steps[0]) or job_code_clip_norm,
+        max_norm=limit if actor.max_norm is None else actor.max_norm,
         job_code_clip_norm=job_code_clip_norm,
         groups=[
             ParameterGroup(
@@ -101,7 +101,8 @@ def find_followed_steps(
                 groups=[
                     _read_settings(family, groups[places[step_number]], actor, with_typed=False)
                     for family, places in zip(families, group_places, strict=True)
-                ]
+                ],
+                clippings=[Clipping(order=order, limit=limit) for order, limit in clippings],
             )
             for step_number, (window, groups) in enumerate(zip(followed, group_lists, strict=True))
         },
@@ -109,6 +110,7 @@ def find_followed_steps(
             [
                 *([FAMILY] if actor.optimizer == OptimizerName.AUTO else []),
                 *([] if _is_rate_typed(actor) else ["lr"]),
+                *([CLIPPING] if clippings else []),
                 *(setting.name for setting in main.settings if not _is_typed(setting.options, actor)),
             ]
         ),
@@ -155,7 +157,7 @@ def _explain_unfollowable(
         for group in groups:
             if (why := _explain_group(group, window.steps[0], actor)) is not None:
                 return why
-    return None if actor.max_norm is not None else _explain_clipping(window, first_window, step_name)
+    return None if actor.max_norm is not None else _explain_clipping(window, first_window, step_name, actor)
 
 
 def _explain_group(settings: Mapping[str, Any], step: OptimizerStep, actor: ActorSpec) -> str | None:
@@ -176,15 +178,29 @@ def _explain_group(settings: Mapping[str, Any], step: OptimizerStep, actor: Acto
     return None
 
 
-def _explain_clipping(window: JobWindow, first_window: JobWindow, step_name: str) -> str | None:
-    if any(step.clips_otherwise for step in window.steps):
-        return f"the gradient of {step_name} was clipped by another rule than to a norm, as clip_grad_value_ does"
+def _explain_clipping(window: JobWindow, first_window: JobWindow, step_name: str, actor: ActorSpec) -> str | None:
+    clippings = _read_clippings(first_window)
+    if any(step.clips_otherwise and not step.clippings for step in window.steps):
+        return f"the gradient of {step_name} was clipped by another rule than to a norm, and that was not recorded"
+    if any(step.clippings != clippings for step in window.steps):
+        return f"the gradient of {step_name} was clipped by another rule than the first step's"
+    if clippings:
+        if find_backend_declaration(actor.backend).clips_by_any_rule:
+            return None
+        backend = Setting("backend", find_backends(lambda other: other.clips_by_any_rule)[0])
+        what = describe_clippings(clippings)
+        return f"the gradient of {step_name} was clipped {what}, which the backend does not do. Try: {backend}"
     limits = {_read_limit(step) for step in window.steps}
     if any(step.num_clipped is not None and _read_limit(step) is not None for step in window.steps):
         return f"only a part of the gradient of {step_name} was clipped"
     if limits != {_read_limit(first_window.steps[0])}:
         return f"the gradient of {step_name} was clipped to another norm than the first step's"
     return None
+
+
+def _read_clippings(window: JobWindow) -> Sequence[tuple[float | None, float]]:
+    """Return the clippings of a window's step, one of which is by another rule than to a 2-norm; none where none is."""
+    return window.steps[0].clippings if window.steps else ()
 
 
 def _read_limit(step: OptimizerStep) -> float | None:

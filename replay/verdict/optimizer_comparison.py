@@ -14,6 +14,8 @@ from replay.options.option_parsing import format_error_with_flags
 
 # Among the settings that a replay follows: groups are stepped by the families that the job stepped them by.
 FAMILY = "family"
+# Among them where the job clips by another rule than to a 2-norm, and the replay does so too.
+CLIPPING = "clipping"
 LABELS = {"lr": "learning rate", "weight_decay": "weight decay"}
 
 
@@ -44,7 +46,8 @@ def list_setting_differences(
         differences += _compare_classes(step.optimizer, step.library, spec)
     if number == 0 and (difference := _compare_states(step, loaded_counts)) is not None:
         differences.append(difference)
-    if (step.max_norm or None) != (spec.max_norm or None) and _may_clip(step, spec, norms):
+    follows_clipping = CLIPPING in optimizer_settings_of_job
+    if not follows_clipping and (step.max_norm or None) != (spec.max_norm or None) and _may_clip(step, spec, norms):
         differences.append(
             f"clipped to {format_value(step.max_norm)} in the job, to {format_value(spec.max_norm)} here"
         )
@@ -164,6 +167,14 @@ def _is_same(value: Any, other: Any) -> bool:
     if isinstance(value, int | float) and isinstance(other, int | float):
         return math.isclose(value, other, rel_tol=1e-6, abs_tol=1e-30)
     return bool(value == other)
+
+
+def describe_clippings(clippings: Sequence[tuple[float | None, float]]) -> str:
+    """Describe clippings by their orders and limits, as `element by element to 0.01, then to a 2-norm of 1`."""
+    return ", then ".join(
+        f"element by element to {limit:g}" if order is None else f"to a {order:g}-norm of {limit:g}"
+        for order, limit in clippings
+    )
 
 
 def describe_difference_of_ranks(steps: Sequence[tuple[int, OptimizerStep]]) -> str | None:

@@ -183,6 +183,7 @@ class BackendDeclaration:
     predict_memory       returns what the actor holds; its second argument: does the optimizer step?
     suite_trainings      configurations of `replay suite`
     cuts_parameters      tells whether the optimizer is given pieces of parameters as plain tensors
+    clips_by_any_rule    gradients can be clipped as a step's settings say, and not to one norm alone
     rounds_masters       the fp32 masters are made of weights in --dtype, and so begin rounded to it
     """
 
@@ -197,6 +198,7 @@ class BackendDeclaration:
     tp: bool = False
     ring: bool = False
     splits_head: bool = False
+    clips_by_any_rule: bool = False
     exclusive_options: frozenset[str] = frozenset()
     compilers: Mapping[Compile, Sequence[int]] = field(default_factory=dict)
     state_format: StateFormat | None = None

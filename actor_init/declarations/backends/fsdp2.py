@@ -23,6 +23,7 @@ def _predict_memory(spec: ActorSettings, steps: bool) -> ShardedMemory:
 DECLARATION = BackendDeclaration(
     name="fsdp2",
     engine="actor_init.backends.fsdp2:FSDP2Backend",
+    clips_by_any_rule=True,
     stages={2: "keep weights gathered after forward", 3: "reshard"},
     stages_help="2 keeps weights gathered between forward and backward, 3 (default) does not",
     default_stage=3,

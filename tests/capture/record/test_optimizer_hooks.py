@@ -281,6 +281,8 @@ def test_clipping_of_another_kind_leaves_the_gradients_and_says_no_norm(tmp_path
         assert_samples_are(step, compute_gradients(compute_loss), rel=0)
         assert (step.grad_norm, step.max_norm, step.is_unclipped, step.clips_early) == (None, None, True, False)
         assert (step.clips_otherwise, later.clips_otherwise) == (True, False)
+        order = None if kind == "by value" else math.inf
+        assert (step.clippings, later.clippings) == (((order, 1e-4),), ())
 
 
 def test_a_clipping_by_value_after_one_by_norm_is_told(tmp_path: Path) -> None:
@@ -293,6 +295,21 @@ def test_a_clipping_by_value_after_one_by_norm_is_told(tmp_path: Path) -> None:
         optimizer.step()
     [step] = read_steps(tmp_path)
     assert (step.max_norm, step.clips_otherwise) == (1e-2, True)
+    assert step.clippings == ((2.0, 1e-2), (None, 1e-4))
+
+
+@pytest.mark.parametrize("kind", ["of a part", "before the last pass"])
+def test_clippings_of_a_part_of_a_steps_gradient_are_not_listed(tmp_path: Path, kind: str) -> None:
+    model = Model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with recording(model, tmp_path, reproduce=True):
+        compute_loss(model).backward()
+        nn.utils.clip_grad_value_(list(model.parameters())[: 1 if kind == "of a part" else None], 1e-4)
+        if kind == "before the last pass":
+            compute_loss(model).backward()
+        optimizer.step()
+    [step] = read_steps(tmp_path)
+    assert (step.clips_otherwise, step.clippings) == (True, ())
 
 
 def clip_as_before_torch_2_6() -> Callable[..., Tensor]:

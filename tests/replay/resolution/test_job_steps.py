@@ -6,12 +6,14 @@ from typing import Any
 
 import pytest
 
+from actor_init.schedule_and_norm import Clipping
 from actor_init.spec import ActorSpec
 from capture.file_format.optimizer_step import OptimizerStep
 from replay.options.option_parsing import format_error_with_flags
 from replay.resolution.job_steps import FollowedSteps, explain_missing_start, find_followed_steps
 from replay.resolution.job_windows import JobWindow
 from replay.resolution.windows import JobPass
+from replay.verdict.optimizer_comparison import CLIPPING
 
 ADAMW = {"betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1, "amsgrad": False, "maximize": False}
 NAMES = ["embed.weight", "norm.weight", "head.weight"]
@@ -85,7 +87,15 @@ def test_a_parameter_of_no_group_is_trained_as_the_first() -> None:
             "the job's AdamW of the job's own script is of no family here",
         ),
         (make_window(0, {"lr": 1.0}, {"lr": 2.0}), "their parameters were not recorded"),
-        (make_window(0, {"lr": 1.0}, clips_otherwise=True), "step 1 was clipped by another rule than to a norm"),
+        (
+            make_window(0, {"lr": 1.0}, clips_otherwise=True),
+            "by another rule than to a norm, and that was not recorded",
+        ),
+        (
+            make_window(0, {"lr": 1.0}, clips_otherwise=True, clippings=((None, 0.5), (2.0, 1.0))),
+            "step 1 was clipped element by element to 0.5, then to a 2-norm of 1, which the backend does not do. Try: "
+            "--backend fsdp2",
+        ),
         (make_window(0, {"lr": 1.0}, max_norm=1.0, num_clipped=3), "only a part of the gradient of step 1 was clipped"),
         (make_window(0, {"lr": 1.0}, optimizer=None), "was not recorded"),
     ],
@@ -115,6 +125,25 @@ def test_passes_behind_the_steps_that_no_step_takes_end_what_is_followed() -> No
     followed = follow(make_window(0, {"lr": 0.5}), make_window(1, {"lr": 0.5}), make_window(2, number=0))
     assert len(followed.settings) == 2
     assert followed.why_no_more == "the passes behind step 2 here are in no step of the job"
+
+
+BY_VALUE: dict[str, Any] = {"clips_otherwise": True, "clippings": ((None, 0.5), (2.0, 1.0)), "max_norm": 1.0}
+
+
+@pytest.mark.parametrize("backend", ["fsdp2", "ddp"])
+def test_a_clipping_by_value_is_followed_where_the_backend_does_it(backend: str) -> None:
+    windows = [make_window(place, {"lr": 1.0}, **BY_VALUE) for place in range(2)]
+    followed = follow(*windows, backend=backend)
+    clippings = [Clipping(order=None, limit=0.5), Clipping(order=2.0, limit=1.0)]
+    assert [step.clippings for step in followed.settings.values()] == [clippings] * 2
+    assert (followed.max_norm, followed.why_no_more) == (None, "")
+    assert CLIPPING in followed.optimizer_settings_of_job
+    other = make_window(1, {"lr": 1.0}, max_norm=1.0)
+    assert follow(windows[0], other, backend=backend).why_no_more == (
+        "the gradient of step 2 was clipped by another rule than the first step's"
+    )
+    # What was typed takes its place.
+    assert follow(*windows, backend=backend, max_norm=2.0).settings[0].clippings == []
 
 
 def make_ranks_window(*rank_groups: Sequence[dict[str, Any]]) -> JobWindow:
