@@ -237,7 +237,7 @@ class BackgroundWriter(Generic[ItemT]):
                 self._handle_work(next_work)
             except Exception as error:
                 self.give_up(error)
-        # Whatever `on_end` raises, the thread ends here, and the job is told by a warning alone.
+        # If `on_end` raises, the thread ends all the same. The job gets a warning, unless writing had stopped before.
         try:
             self._on_end(self.failure is not None)
         except Exception as error:

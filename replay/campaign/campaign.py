@@ -163,7 +163,7 @@ class Campaign(Generic[PlanT]):
     _task_runner: RunTasks | None = None
     _runs_are_alone: bool = True
     _run_limit_seconds: float = 0.0
-    # No run is started after this time of `time.monotonic`; those that run go on.
+    # A time of `time.monotonic`. After it `run_all` starts no run; those that run go on.
     _start_deadline: float = 0.0
 
     @classmethod
@@ -248,7 +248,8 @@ class Campaign(Generic[PlanT]):
     def open(self, executor: Executor, limits: RunLimits, *, storage: str | None = None) -> None:
         """Make the campaign ready to run its planned runs on `executor`.
 
-        The time that `limits` gives the whole command begins now. After this time no planned run is started.
+        The time that `limits` gives the whole command begins now. After this time `run_all` starts no planned run,
+        unless it is given another deadline; `run` starts its planned run at any time.
 
         storage  folder or URI where planned runs keep the states from which they resume; None: they keep none
         """

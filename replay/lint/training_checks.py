@@ -14,7 +14,7 @@ from capture.file_format.optimizer_step import OptimizerStep, parse_numbers
 from replay.lint.remark import LintRemark, LintSubject, Weight
 from replay.output.text import name_some, pluralise
 from replay.tolerances.difference import relative_difference
-from replay.tolerances.job_bounds import TOKENS
+from replay.tolerances.job_bounds import TOKEN_LOG_PROBS
 from replay.verdict.causes.cause import CauseName
 from replay.verdict.cleared_passes import find_cleared_passes
 from replay.verdict.optimizer_facts import keeps_state, read_step_count
@@ -378,7 +378,7 @@ def _make_pass_key(recorded: RecordedPass) -> tuple[int | None, int | None, tupl
 
 
 def _list_token_values(recorded: RecordedPass) -> list[float]:
-    return [value for claim in recorded.claims if claim.name == TOKENS for value in claim.values]
+    return [value for claim in recorded.claims if claim.name == TOKEN_LOG_PROBS for value in claim.values]
 
 
 def is_in_eval_mode(recorded: RecordedPass) -> bool:

@@ -84,7 +84,7 @@ class ResolvedReplay(ReplayParts):
     attention_reason  why that kernel, for readers who may expect another; else empty
     why_whole_logits  what of the run needs whole logits, whatever the job had; empty if nothing does
     step_settings     of the steps that are taken as the job took them, by the index of the pass that ends the window
-    optimizer_settings_of_job  names, by torch, of the settings that these steps take from the job's; FAMILY is among
+    setting_names_from_job  names, by torch, of the settings that these steps take from the job's; FAMILY is among
                       them if no optimizer was typed
     job_code_clip_norm  the norm that the job clipped to with code of its own and not by clip_grad_norm_, inferred from
                       its recorded gradients; None: it did not clip so
@@ -99,7 +99,7 @@ class ResolvedReplay(ReplayParts):
     attention_reason: str = ""
     why_whole_logits: str = ""
     step_settings: "Mapping[int, StepSettings]" = field(default_factory=dict)
-    optimizer_settings_of_job: frozenset[str] = frozenset()
+    setting_names_from_job: frozenset[str] = frozenset()
     job_code_clip_norm: float | None = None
     first_forward_with_other_trained_parameters: int | None = None
 

@@ -37,7 +37,7 @@ class FollowedSteps:
     max_norm        what was typed, else the norm that the job clipped to; None: neither clips
     groups          of the optimizer, with the settings of the first step
     settings        of each step, by the index of the pass that ends its window
-    optimizer_settings_of_job  names, by torch, of the settings that each step takes from the job's (others were typed);
+    setting_names_from_job  names, by torch, of the settings that each step takes from the job's (others were typed);
                     FAMILY is among them where no optimizer was typed
     job_code_clip_norm  the norm that the job clipped to with code of its own, inferred from its recorded gradients: it
                     called no function, such as clip_grad_norm_, that a recording sees. None: it did not clip so
@@ -48,7 +48,7 @@ class FollowedSteps:
     max_norm: float | None
     groups: Sequence[ParameterGroup]
     settings: Mapping[int, StepSettings]
-    optimizer_settings_of_job: frozenset[str]
+    setting_names_from_job: frozenset[str]
     job_code_clip_norm: float | None = None
     why_no_more: str = ""
 
@@ -106,7 +106,7 @@ def find_followed_steps(
             )
             for step_number, (window, groups) in enumerate(zip(followed, group_lists, strict=True))
         },
-        optimizer_settings_of_job=frozenset(
+        setting_names_from_job=frozenset(
             [
                 *([FAMILY] if actor.optimizer == OptimizerName.AUTO else []),
                 *([] if _is_rate_typed(actor) else ["lr"]),

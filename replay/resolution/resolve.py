@@ -130,8 +130,8 @@ def resolve(
     probed = _choose_kernel_and_layout(typed.actor, spec_with_steps, model_source, selection, first_call, world)
     model_source = replace(model_source, layout=probed.layout)
 
-    # `head_form` has all that the forward needs: kind, steps and chunk size. `head_choice` has the value of --head, and
-    # who chose it.
+    # `head_form` has all that the forward needs: the kind of head, what the model does to the logits, such as a soft
+    # cap, and the size of a chunk. `head_choice` has the value of --head, and who chose it.
     why_whole_logits = explain_whole_logits(spec_with_steps, objective)
     head_form, head_choice = choose_head(
         spec_with_steps, probed.actor, model_source, selection, first_call, world, why_whole_logits=why_whole_logits
@@ -172,11 +172,9 @@ def resolve(
         attention_reason=probed.attention_reason,
         why_whole_logits=why_whole_logits,
         step_settings=followed_steps.settings if followed_steps is not None else {},
-        optimizer_settings_of_job=followed_steps.optimizer_settings_of_job
-        if followed_steps is not None
-        else frozenset(),
-        # A recording sees calls of `clip_grad_norm_`, but not code of the job that clips gradients. The norm to which
-        # such code clipped is inferred from the recorded gradients.
+        setting_names_from_job=followed_steps.setting_names_from_job if followed_steps is not None else frozenset(),
+        # A recording sees calls of `clip_grad_norm_`, but not a clipping that the job wrote itself. The norm to which
+        # the job clipped then is inferred from the recorded gradients.
         job_code_clip_norm=followed_steps.job_code_clip_norm if followed_steps is not None else None,
         first_forward_with_other_trained_parameters=first_forward_with_other_trained_parameters,
     )
@@ -306,7 +304,8 @@ def explain_whole_logits(spec: ReplayParts, objective: Objective | None) -> str:
 
 def _explain_attention(probed: _KernelAndLayout, kernel_name: str, typed: ActorSpec) -> ResolvedChoice:
     """Tell who chose the attention kernel, and why."""
-    # In `probed` the attention is still `auto` if nobody typed a kernel and `choose_job_kernel` did not take the job's.
+    # `before.attention` is still `auto` if nobody typed a kernel and `choose_job_kernel` did not take the job's. So is
+    # `after.attention`, unless the probe took another kernel.
     before, after = probed.actor_before_probe, probed.actor
     if typed.attention != Attention.AUTO:
         by = ChosenBy.TYPED

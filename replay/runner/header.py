@@ -226,7 +226,7 @@ class Header:
                     actor,
                     0,
                     loaded_counts=counts,
-                    optimizer_settings_of_job=self.resolved.optimizer_settings_of_job,
+                    setting_names_from_job=self.resolved.setting_names_from_job,
                 )
                 text = f"other than the job's: {'; '.join(differing)}" if differing else "as the job's"
                 text += "" if limit is None else f", whose own code clips to {limit:g}"

@@ -64,7 +64,7 @@ from replay.runner.run_pass import (
     run_pass_again,
 )
 from replay.runner.step_follower import StepFollower
-from replay.tolerances.job_bounds import LOSS, TOKENS
+from replay.tolerances.job_bounds import LOSS, TOKEN_LOG_PROBS
 from replay.tracing.writer import TraceWriter
 from replay.verdict.judge import PassEvidence
 from replay.verdict.noted_log_probs import (
@@ -293,14 +293,17 @@ class Replayer:
             recorded_pass = read_recorded_pass(
                 captured_call, batch, self.spec.measure.loss, weight_comparison, self._special_tokens
             )
+            # If the job's model added a routers' loss that cannot be computed here, the job's loss and gradient norm
+            # cannot be compared with the replay's.
             model_router_loss = self._routing.find_router_loss(captured_call)
             if model_router_loss is not None and model_router_loss.why_not_computable is not None:
                 recorded_pass = doubt_loss_and_grad_norm(recorded_pass, model_router_loss.why_not_computable)
             self.tracker.set_shapes(batch.num_rows, batch.num_padded_tokens, batch.num_real_tokens)
             batch = select_loss_tokens(self.spec.measure.loss, add_model_positions(batch, self.model_source.config))
             record, replayed_pass = self._run_micro_batch(record, captured_call, recorded_pass, batch, extra_observers)
-            # Adds how many random numbers the forward drew in the job and in the replay, if this is the first pass in
-            # which the CPU's generator began in the same state as in the job, and ended in another state.
+            # Adds how many random numbers the forward drew in the job and here, in the first pass whose generators
+            # began in the job's states and ended in other states than in the job. Draws from a CUDA generator are not
+            # counted.
             recorded_pass, replayed_pass = self._random_draw_counter.add_counts(
                 recorded_pass, replayed_pass, captured_call.random
             )
@@ -595,7 +598,7 @@ class Replayer:
         if self._objective is None or not is_comparable or self._num_tried_passes == MAX_TRIED_PASSES:
             return None
         # If the log-probs are not the job's, every loss differs from the job's, whichever loss the job used.
-        job_log_probs = next((claim.values for claim in recorded_pass.claims if claim.name == TOKENS), ())
+        job_log_probs = next((claim.values for claim in recorded_pass.claims if claim.name == TOKEN_LOG_PROBS), ())
         if has_other_log_probs(job_log_probs, at_recorded_positions, recorded_pass.dtypes):
             return None
         # A claim with a doubt proves nothing about the losses.
@@ -619,7 +622,7 @@ class Replayer:
     def _collect_log_probs(
         self, outcome: PassOutcome, inputs: PassInputs, captured_call: CapturedCall, batch: MicroBatch
     ) -> tuple[Sequence[float | None], Sequence[float | None]]:
-        """Collect the log-probs at the positions where the job recorded some and, if needed, of all action tokens.
+        """Collect the log-probs where the job recorded log-probs and, if needed, the log-probs of all action tokens.
 
         The second list is empty if it is not needed.
         """

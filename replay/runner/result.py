@@ -204,7 +204,7 @@ def make_verdict_settings(
         is_dtype_typed=spec.find_chooser("actor.dtype") is ChosenBy.TYPED,
         is_custom=spec.actor.is_custom,
         lacks_weights=spec.actor.lacks_weights,
-        optimizer_settings_of_job=spec.optimizer_settings_of_job,
+        setting_names_from_job=spec.setting_names_from_job,
         job_code_clip_norm=spec.job_code_clip_norm,
         steps_unasked=spec.steps_unasked,
         loaded_counts=count_loaded_steps(source),

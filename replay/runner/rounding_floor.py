@@ -34,7 +34,7 @@ from replay.tolerances.job_bounds import (
     GRADIENT,
     LOG_PROBS,
     LOSS,
-    TOKENS,
+    TOKEN_LOG_PROBS,
     TOKENS_RMS,
     NoiseFloor,
     measure_difference,
@@ -59,7 +59,7 @@ MOST_SCORE_BYTES = 2**30
 # apart, and other casts turn others. Seen of jobs under autocast, replayed by a bf16 engine: 4.02 and 3.35 times the
 # floor, and 4.6 under torch 2.11; of a sound one a token was 1.14 times its bound.
 DRIFT = 3.0
-DRIFTING = (GRADIENT, TOKENS, TOKENS_RMS)
+DRIFTING = (GRADIENT, TOKEN_LOG_PROBS, TOKENS_RMS)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -337,7 +337,7 @@ def compute_floors(passes: Sequence[PassEvidence], other_passes: Sequence[PassEv
         tokens = zip(
             replayed.log_probs_at_recorded_positions, other_replayed.log_probs_at_recorded_positions, strict=False
         )
-        differences.setdefault(TOKENS, []).extend(
+        differences.setdefault(TOKEN_LOG_PROBS, []).extend(
             measure_difference(log_prob, other_log_prob)
             for log_prob, other_log_prob in tokens
             if log_prob is not None and other_log_prob is not None
@@ -360,7 +360,7 @@ def compute_floors(passes: Sequence[PassEvidence], other_passes: Sequence[PassEv
         for quantity, values in differences.items()
         if values
     }
-    if token_differences := differences.get(TOKENS):
+    if token_differences := differences.get(TOKEN_LOG_PROBS):
         mean_square = sum(value * value for value in token_differences) / len(token_differences)
         floors[TOKENS_RMS] = NoiseFloor(value=math.sqrt(mean_square), num_values=len(token_differences))
     return {quantity: floor for quantity, floor in floors.items() if math.isfinite(floor.value)}

@@ -10,7 +10,7 @@ from torch import Tensor
 from actor_init.inputs.packing import ActorInputs, find_targets_equal_to_input_tokens
 from capture.file_format.capture_file import CapturedCall
 from capture.file_format.micro_batch import MicroBatch
-from replay.tolerances.job_bounds import LOG_PROBS, LOSS, TOKENS, measure_difference
+from replay.tolerances.job_bounds import LOG_PROBS, LOSS, TOKEN_LOG_PROBS, measure_difference
 from replay.verdict.findings import Finding, VerdictSettings, compare_pass, list_dtypes
 from replay.verdict.judge import PassEvidence
 from replay.verdict.recorded_pass import list_action_log_probs, list_log_probs_at, read_token_positions
@@ -65,10 +65,10 @@ class TrialEvaluator:
     def _list_tokens(self, log_probs_BA: Tensor) -> list[tuple[int, int, bool]]:
         """List the sampled tokens: their row, the column that predicts them, and whether their log-prob is wrong."""
         record, recorded, replayed = self.evaluate(log_probs_BA)
-        claim = next((claim for claim in recorded.claims if claim.name == TOKENS), None) if recorded else None
+        claim = next((claim for claim in recorded.claims if claim.name == TOKEN_LOG_PROBS), None) if recorded else None
         if recorded is None or claim is None:
             return []
-        bound = self.settings.choose_bound(TOKENS, list_dtypes(recorded, self.settings), 1, record.index)
+        bound = self.settings.choose_bound(TOKEN_LOG_PROBS, list_dtypes(recorded, self.settings), 1, record.index)
         positions = read_token_positions(self.call, *self.batch.sequences_BS.shape)
         return [
             (row, column - 1, measure_difference(job_value, value) > bound)
@@ -108,7 +108,7 @@ class TrialEvaluator:
         dtypes = [] if recorded is None else list_dtypes(recorded, self.settings)
         result, other_result = record.result, other.record.result
         pairs = [
-            (TOKENS, number, other_number, 1)
+            (TOKEN_LOG_PROBS, number, other_number, 1)
             for number, other_number in zip(
                 replayed.log_probs_at_recorded_positions, other.replayed.log_probs_at_recorded_positions, strict=False
             )

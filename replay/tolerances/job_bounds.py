@@ -22,7 +22,7 @@ from replay.tolerances.difference import find_outlier_factor, relative_differenc
 
 # The quantities of a pass and of a step, as verdicts and logs name them.
 LOSS, LOG_PROBS, GRAD_NORM = "loss", "log-probs", "gradient norm"
-TOKENS, ACTION_TOKENS = "token log-probs", "log-probs by token"
+TOKEN_LOG_PROBS, ACTION_TOKENS = "token log-probs", "log-probs by token"
 GRADIENT = "gradient samples"
 STEPPED = "weights behind a step"
 TOKENS_RMS = "token log-probs, root mean square"
@@ -36,7 +36,7 @@ GRADIENT_QUANTITIES = (GRAD_NORM, GRADIENT_NORMS, GRADIENT_RMS, GRADIENT)
 LEAST_BOUND = {
     LOSS: 1e-5,
     LOG_PROBS: 1e-5,
-    TOKENS: 3e-5,
+    TOKEN_LOG_PROBS: 3e-5,
     ACTION_TOKENS: 3e-5,
     GRAD_NORM: 1e-4,
     GRADIENT: 1e-3,
@@ -139,7 +139,7 @@ def compute_bound(
     1 to 128 tokens through 2 to 24 layers. Seen of a gradient norm: 1.3 u.
     """
     if name == ACTION_TOKENS:
-        name = TOKENS
+        name = TOKEN_LOG_PROBS
     unit = max(map(roundoff, dtypes))
     match name:
         case "gradient norm":
@@ -213,7 +213,7 @@ def compute_tie_distance(dtypes: Sequence[str], num_layers: int) -> float:
     It is relative to the root mean square of the token's logits. Seen: 0.095 at most in 16 sound jobs of 4 layers in
     bf16, 64 wide, of 22,000 choices; the other experts of a wrong router are 0.5 to 2 away.
     """
-    return max(LEAST_BOUND[TOKENS], ROUTE_ROUNDOFFS * max(map(roundoff, dtypes)) * math.sqrt(2 * num_layers))
+    return max(LEAST_BOUND[TOKEN_LOG_PROBS], ROUTE_ROUNDOFFS * max(map(roundoff, dtypes)) * math.sqrt(2 * num_layers))
 
 
 def compute_flip_bound(num_tokens: int) -> float:
@@ -223,7 +223,7 @@ def compute_flip_bound(num_tokens: int) -> float:
 
 def compute_rms_bound(floor: NoiseFloor) -> float:
     """Compute how large the root mean square of all sampled tokens' differences may be."""
-    return max(LEAST_BOUND[TOKENS], RMS_FACTOR * floor.value)
+    return max(LEAST_BOUND[TOKEN_LOG_PROBS], RMS_FACTOR * floor.value)
 
 
 def measure_difference(recorded: float, replayed: float) -> float:

@@ -2,13 +2,13 @@
 
 from collections.abc import Sequence
 
-from replay.tolerances.job_bounds import GRADIENT_QUANTITIES, HIDING_BOUND, LOG_PROBS, LOSS, TOKENS
+from replay.tolerances.job_bounds import GRADIENT_QUANTITIES, HIDING_BOUND, LOG_PROBS, LOSS, TOKEN_LOG_PROBS
 from replay.verdict.findings import Finding, FindingStatus
 from replay.verdict.gradient_findings import ComparedPass, list_steps
 from replay.verdict.outcomes import Coverage, Outcome, PassVerdict
 from replay.verdict.recorded_pass import MISSING_GRADIENT
 
-FORWARD_QUANTITIES = (LOSS, TOKENS, LOG_PROBS)
+FORWARD_QUANTITIES = (LOSS, TOKEN_LOG_PROBS, LOG_PROBS)
 
 
 def measure_coverage(

@@ -23,7 +23,7 @@ from replay.tolerances.job_bounds import (
     LOG_PROBS,
     LOSS,
     ROUTES_FACTOR,
-    TOKENS,
+    TOKEN_LOG_PROBS,
     TOKENS_RMS,
     NoiseFloor,
     compute_bound,
@@ -61,7 +61,7 @@ class VerdictSettings:
     loaded_counts     counts of steps in the optimizer state with which the replay begins; None: it begins without one
     exchanged_states  pairs of parameters: the job's optimizer held for the first the state that the replay's optimizer
                       was given for the second
-    optimizer_settings_of_job  torch's names of the settings that the replay takes from each of the job's steps
+    setting_names_from_job  torch's names of the settings that the replay takes from each of the job's steps
     steps_unasked     the replay steps though --step was not typed, and leaves out steps that it cannot take as the job
                       did
     step_dtype        the coarse dtype that the optimizer rounds a step to; None: it rounds no step, or does not step
@@ -89,7 +89,7 @@ class VerdictSettings:
     stepping_actor: ActorSpec | None = None
     loaded_counts: Sequence[int] | None = None
     exchanged_states: Sequence[tuple[str, str]] = ()
-    optimizer_settings_of_job: frozenset[str] = frozenset()
+    setting_names_from_job: frozenset[str] = frozenset()
     steps_unasked: bool = False
     step_dtype: str | None = None
     num_steps_before: int = 0
@@ -122,7 +122,7 @@ class VerdictSettings:
 
     def choose_bound(self, name: str, dtypes: Sequence[str], num_tokens: int, index: int) -> float:
         """Return how far a number of the pass `index` may be from the job's. Earlier steps can only widen the bound."""
-        step_floor = self.step_floors.get(index, {}).get(TOKENS if name == ACTION_TOKENS else name)
+        step_floor = self.step_floors.get(index, {}).get(TOKEN_LOG_PROBS if name == ACTION_TOKENS else name)
         bound = compute_bound(name, dtypes, self.num_layers, num_tokens, self.floors, is_mixture=self.chooses_experts)
         if step_floor is None:
             return bound
@@ -178,7 +178,7 @@ class VerdictSettings:
         if not (self.is_mixture and is_coarse(dtypes)):
             return None
         floors = self.step_floors.get(index) or self.floors
-        quantity = name if name in (TOKENS_RMS, GRAD_NORM, GRADIENT) else TOKENS
+        quantity = name if name in (TOKENS_RMS, GRAD_NORM, GRADIENT) else TOKEN_LOG_PROBS
         floor = floors.get(quantity)
         if self.has_job_routes and (floor is not None or self.why_no_floors is None):
             return None
@@ -377,7 +377,7 @@ def _compare_root_mean_square(
     floor = (settings.step_floors.get(record.index) or settings.floors).get(TOKENS_RMS)
     pairs = _pair_values(claim, record, replayed)
     is_unknown = settings.why_no_floors is not None and is_coarse(list_dtypes(recorded, settings))
-    if claim.name != TOKENS or floor is None or is_unknown or not pairs:
+    if claim.name != TOKEN_LOG_PROBS or floor is None or is_unknown or not pairs:
         return None
     rms_difference = root_mean_square(
         [measure_difference(job_value, replay_value) for _, job_value, replay_value, _ in pairs]
@@ -460,11 +460,13 @@ def _pair_values(
     if claim.name == LOSS:
         [job_value], replay_value = claim.values, record.result.loss
         return [] if replay_value is None else [(None, job_value, replay_value, sum(record.result.row_action_tokens))]
-    if claim.name in (TOKENS, ACTION_TOKENS):
-        log_probs = replayed.log_probs_at_recorded_positions if claim.name == TOKENS else replayed.all_action_log_probs
+    if claim.name in (TOKEN_LOG_PROBS, ACTION_TOKENS):
+        log_probs = (
+            replayed.log_probs_at_recorded_positions if claim.name == TOKEN_LOG_PROBS else replayed.all_action_log_probs
+        )
         pairs = zip(claim.values, log_probs, strict=False)
         return [
-            (f"{'sampled' if claim.name == TOKENS else 'action'} token {number}", job_value, replay_value, 1)
+            (f"{'sampled' if claim.name == TOKEN_LOG_PROBS else 'action'} token {number}", job_value, replay_value, 1)
             for number, (job_value, replay_value) in enumerate(pairs)
             if replay_value is not None
         ]

@@ -105,7 +105,7 @@ def list_step_differences(window: Sequence[ComparedPass], settings: VerdictSetti
         number,
         (job_norm, replay_norm),
         loaded_counts=settings.loaded_counts,
-        optimizer_settings_of_job=settings.optimizer_settings_of_job,
+        setting_names_from_job=settings.setting_names_from_job,
     )
 
 

@@ -149,10 +149,10 @@ def judge_without_causes(passes: Sequence[PassEvidence], settings: VerdictSettin
        are DIFFERS only if the masks are known to be the job's: if the random generators had the job's states before and
        after the forward, and rows, kernel and device are the job's too (`dropout_masks`). A training pass whose numbers
        agree had the job's masks.
-    4. Judge the gradient of each window. Under dropout that needs point 3: the gradient is comparable if all passes of
-       the window had the job's masks.
-    5. If a finer dtype than the job's was typed, nothing is REPRODUCED: the job's coarser rounding may hide an error
-       that the replay's finer rounding would show.
+    4. Judge the gradient of each window. Under dropout this judgment needs point 3: the gradient is comparable if all
+       passes of the window had the job's masks.
+    5. If a finer dtype than the job's was typed, nothing is REPRODUCED: the numbers agree within bounds as wide as
+       the job's coarse rounding, and an error of the job may be smaller than these.
     6. Choose the outcome of the run: DIFFERS if any pass or gradient differs, else UNSETTLED if any is unsettled, else
        REPRODUCED if any is reproduced, else CANNOT TELL.
     """
@@ -202,14 +202,14 @@ def judge_without_causes(passes: Sequence[PassEvidence], settings: VerdictSettin
         settings=settings,
         environment=environment,
     )
-    first_difference = _find_first_difference(verdicts, outcome)
+    first_decisive = _find_first_decisive(verdicts, outcome)
     worst_findings = select_worst_findings(verdicts)
     verdict = Verdict(
         outcome=outcome,
         reason=_choose_reason(verdicts, outcome),
         counts=dict(Counter(pass_verdict.outcome for pass_verdict in pass_verdicts)),
         window_counts=dict(Counter(window_verdict.outcome for window_verdict in window_verdicts)),
-        first=first_difference,
+        first=first_decisive,
         worst=worst_findings,
         open=_select_open_findings(verdicts),
         weights=choose_weights_to_show(compared_passes),
@@ -304,7 +304,7 @@ def _choose_reason(verdicts: Sequence[PassVerdict], outcome: Outcome) -> str | N
     return next(iter(count_reasons(verdicts)), None if verdicts else "no pass was replayed")
 
 
-def _find_first_difference(verdicts: Sequence[PassVerdict], outcome: Outcome) -> PassVerdict | None:
+def _find_first_decisive(verdicts: Sequence[PassVerdict], outcome: Outcome) -> PassVerdict | None:
     """Find the first pass or gradient that differs or is unsettled, if that is the outcome of the run."""
     if outcome not in (Outcome.DIFFERS, Outcome.UNSETTLED):
         return None

@@ -26,7 +26,7 @@ def list_setting_differences(
     norms: tuple[float | None, float | None] | None = None,
     *,
     loaded_counts: Sequence[int] | None = None,
-    optimizer_settings_of_job: Container[str] = (),
+    setting_names_from_job: Container[str] = (),
 ) -> list[str]:
     """List how the job's step differs from the replay's step `number`, as `weight decay 10 in the job, 0.01 here`.
 
@@ -34,12 +34,12 @@ def list_setting_differences(
 
     norms          of the gradient in the job and here, as far as they are known; None: the replay's will be the job's
     loaded_counts  the steps counted by the state that the replay began with; None: it began without one
-    optimizer_settings_of_job  names, by torch, of the settings that the replay takes from each of the job's steps
+    setting_names_from_job  names, by torch, of the settings that the replay takes from each of the job's steps
     """
     if step.optimizer is None:
         return ["the job's optimizer was not recorded"]
     texts = (
-        text for group in step.settings for text in _compare_group(group, step, spec, number, optimizer_settings_of_job)
+        text for group in step.settings for text in _compare_group(group, step, spec, number, setting_names_from_job)
     )
     differences = list(dict.fromkeys(texts))
     if not step.settings:
@@ -94,14 +94,14 @@ def _compare_group(
     step: OptimizerStep,
     spec: ActorSpec,
     number: int,
-    optimizer_settings_of_job: Container[str],
+    setting_names_from_job: Container[str],
 ) -> Iterator[str]:
     """Yield the differences of one of the job's parameter groups."""
     group = read_job_group(settings, step.optimizer or "", step.library)
     if spec.custom_optimizer is not None:
         # The user's function is there to be the job's optimizer, as a loss of their own is the job's loss. What was
         # typed for it may still be another setting than the job's.
-        yield from _compare_settings(*_read_typed_settings(settings, spec, number), optimizer_settings_of_job)
+        yield from _compare_settings(*_read_typed_settings(settings, spec, number), setting_names_from_job)
         return
     family = recognise_group(group)
     own = OPTIMIZERS.get(spec.optimizer)
@@ -109,23 +109,23 @@ def _compare_group(
         yield format_error_with_flags(explain_unknown_class(group))
         return
     is_family = family is not None and own is not None and family.option_value in (own.option_value, own.companion)
-    if family is None or not (is_family or FAMILY in optimizer_settings_of_job):
+    if family is None or not (is_family or FAMILY in setting_names_from_job):
         yield f"{_describe_class(group, spec)} in the job, {_describe_own(spec)} here"
         return
     replay_settings = family.read_options(spec) if family is own else {"lr": spec.base_rate}
     if number < spec.lr_warmup_steps:
         replay_settings["lr"] = spec.base_rate * number / spec.lr_warmup_steps
     job_settings = family.read_job_settings({"lr": replay_settings["lr"], **settings})
-    yield from _compare_settings(job_settings, replay_settings, optimizer_settings_of_job)
+    yield from _compare_settings(job_settings, replay_settings, setting_names_from_job)
     for name in family.list_unknown_settings(settings):
         yield f"{name} {format_value(settings[name])} in the job, which {family.option_value} here does not have"
 
 
 def _compare_settings(
-    job_settings: Mapping[str, Any], replay_settings: Mapping[str, Any], optimizer_settings_of_job: Container[str]
+    job_settings: Mapping[str, Any], replay_settings: Mapping[str, Any], setting_names_from_job: Container[str]
 ) -> Iterator[str]:
     for name, replay_value in replay_settings.items():
-        if name not in optimizer_settings_of_job and not _is_same(job_settings[name], replay_value):
+        if name not in setting_names_from_job and not _is_same(job_settings[name], replay_value):
             label = LABELS.get(name, name)
             yield f"{label} {format_value(job_settings[name])} in the job, {format_value(replay_value)} here"
 

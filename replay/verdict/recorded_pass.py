@@ -27,7 +27,7 @@ from replay.options.declarations.tensor_names import ADVANTAGES, OLD_LOG_PROBS, 
 from replay.options.spec import LossName, is_objective
 from replay.output.text import pluralise
 from replay.runlog.records import PassRecord
-from replay.tolerances.job_bounds import ACTION_TOKENS, GRAD_NORM, LOG_PROBS, LOSS, TOKENS
+from replay.tolerances.job_bounds import ACTION_TOKENS, GRAD_NORM, LOG_PROBS, LOSS, TOKEN_LOG_PROBS
 from replay.verdict.gradient_samples import GradientSamples
 from replay.verdict.noted_log_probs import NotedLogProbs
 from replay.verdict.random_draws import RandomDraws
@@ -385,7 +385,7 @@ def read_recorded_log_probs(call: CapturedCall, batch: MicroBatch) -> dict[tuple
 
 def _claim_token_log_probs(call: CapturedCall) -> list[Claim]:
     values = call.outputs.get("token_log_probs")
-    return [Claim(name=TOKENS, values=values)] if isinstance(values, list) and values else []
+    return [Claim(name=TOKEN_LOG_PROBS, values=values)] if isinstance(values, list) and values else []
 
 
 def _claim_log_probs(call: CapturedCall, batch: MicroBatch, loss: str) -> list[Claim]:

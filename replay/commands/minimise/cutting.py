@@ -25,7 +25,7 @@ from capture.file_format.micro_batch import CaptureError
 from capture.file_format.model_facts import copy_model_facts
 from replay.options.option_parsing import DeclaredOption, format_command_line, list_options, replace_values
 from replay.options.spec import ReplaySpec
-from replay.tolerances.job_bounds import ACTION_TOKENS, LOG_PROBS, TOKENS
+from replay.tolerances.job_bounds import ACTION_TOKENS, LOG_PROBS, TOKEN_LOG_PROBS
 from replay.verdict.recorded_pass import TOKEN_POSITIONS_KEY, read_token_positions
 
 # Options that name files or folders.
@@ -105,7 +105,7 @@ def remove_inputs(spec: ReplaySpec) -> ReplaySpec:
 
 
 # Recorded quantities that are by row or by token, so that a cut can keep them.
-BY_ROW = (LOG_PROBS, ACTION_TOKENS, TOKENS)
+BY_ROW = (LOG_PROBS, ACTION_TOKENS, TOKEN_LOG_PROBS)
 # A token, and one that it predicts.
 MIN_COLUMNS = 2
 # Captures that stay in memory.

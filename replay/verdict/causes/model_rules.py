@@ -15,7 +15,7 @@ from replay.tolerances.job_bounds import (
     LOG_PROBS,
     LOSS,
     STEPPED,
-    TOKENS,
+    TOKEN_LOG_PROBS,
     TOKENS_RMS,
 )
 from replay.verdict.causes.cause import Cause, CauseName, Sureness
@@ -29,7 +29,7 @@ from replay.verdict.recorded_pass import MISSING_GRADIENT, MOVED, NOTED_LOSS, OP
 from replay.verdict.route_findings import ROUTES
 
 Kind = ModelDifferenceKind
-FORWARD_FINDINGS = (LOSS, TOKENS, TOKENS_RMS, LOG_PROBS, ACTION_TOKENS)
+FORWARD_FINDINGS = (LOSS, TOKEN_LOG_PROBS, TOKENS_RMS, LOG_PROBS, ACTION_TOKENS)
 # A wrong forward or gradient makes the steps after it wrong, too.
 ALL_FINDINGS = (*FORWARD_FINDINGS, *GRADIENT_QUANTITIES, MISSING_GRADIENT, OPTIMIZER_STATE, MOVED, STEPPED)
 
@@ -254,7 +254,7 @@ def _were_tokens_judged(evidence: CauseEvidence) -> bool:
     """Tell whether the log-probs of single tokens were held against the job's in the first wrong pass, and agree."""
     first = evidence.first_wrong
     return first is not None and any(
-        finding.agrees for finding in first.findings if finding.name in (TOKENS, ACTION_TOKENS, LOG_PROBS)
+        finding.agrees for finding in first.findings if finding.name in (TOKEN_LOG_PROBS, ACTION_TOKENS, LOG_PROBS)
     )
 
 

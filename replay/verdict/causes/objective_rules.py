@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from replay.output.text import pluralise
 from replay.tolerances.difference import is_coarse
-from replay.tolerances.job_bounds import LOG_PROBS, TOKENS
+from replay.tolerances.job_bounds import LOG_PROBS, TOKEN_LOG_PROBS
 from replay.verdict.causes.cause import Cause, CauseName, Sureness
 from replay.verdict.causes.evidence import CauseEvidence, CauseRule, name_time
 from replay.verdict.causes.trial import NEAREST, NEAREST_SHARE, SURE_GAIN_A_TRIAL
@@ -66,7 +66,7 @@ def find_other_objective(evidence: CauseEvidence) -> Cause | None:
 
 
 def _is_forward_right(compared: ComparedPass) -> bool:
-    return not any(finding.is_wrong and finding.name in (TOKENS, LOG_PROBS) for finding in compared.findings)
+    return not any(finding.is_wrong and finding.name in (TOKEN_LOG_PROBS, LOG_PROBS) for finding in compared.findings)
 
 
 def _agrees(compared: ComparedPass, tried: TriedLoss, evidence: CauseEvidence) -> bool:

@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from actor_init.as_json import AnyFloat
-from replay.tolerances.job_bounds import ACTION_TOKENS, LOG_PROBS, LOSS, TOKENS, TOKENS_RMS
+from replay.tolerances.job_bounds import ACTION_TOKENS, LOG_PROBS, LOSS, TOKEN_LOG_PROBS, TOKENS_RMS
 from replay.verdict.causes.cause import CauseName
 from replay.verdict.findings import Finding, FindingStatus
 
-FORWARD_FINDINGS = (LOSS, LOG_PROBS, TOKENS, ACTION_TOKENS, TOKENS_RMS)
+FORWARD_FINDINGS = (LOSS, LOG_PROBS, TOKEN_LOG_PROBS, ACTION_TOKENS, TOKENS_RMS)
 # A number that is nearer than this share of its bound is as near as can be told.
 NEAREST_SHARE = 0.01
 # A trial that puts one number right may do so by chance, the likelier the more trials there are. Of hypotheses as far

@@ -14,7 +14,7 @@ from capture import capture_files, recording
 from capture.file_format.capture_file import read_call
 from capture.file_format.micro_batch import LOSS_GRADIENTS, LOSS_MISFIT, LOSS_TARGETS
 from replay.command_line.cli import main as replay_main
-from replay.tolerances.job_bounds import GRADIENT_QUANTITIES, LOSS, TOKENS
+from replay.tolerances.job_bounds import GRADIENT_QUANTITIES, LOSS, TOKEN_LOG_PROBS
 from tests.helpers.children import run_with
 from tests.helpers.commands import run as typed_in_a_shell
 from tests.helpers.policy_job import by_sequences, make_rollouts, plain_policy, token_losses, train
@@ -77,7 +77,7 @@ def check_reproduced(run: dict[str, Any]) -> None:
         {"REPRODUCED": 2},
     )
     found = {finding["name"]: finding for finding in verdict["worst"]}
-    assert found.keys() == {LOSS, TOKENS, *GRADIENT_QUANTITIES}
+    assert found.keys() == {LOSS, TOKEN_LOG_PROBS, *GRADIENT_QUANTITIES}
 
 
 @pytest.mark.parametrize(

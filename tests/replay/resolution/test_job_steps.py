@@ -54,8 +54,8 @@ def test_what_was_typed_is_not_the_jobs() -> None:
     assert not {"lr", "betas"} & followed.settings[0].groups[0].keys()
     assert followed.groups[0].settings["lr"] == 0.1
     assert followed.groups[0].settings["betas"] == (0.5, 0.95)
-    assert {"lr", "betas"}.isdisjoint(followed.optimizer_settings_of_job)
-    assert "weight_decay" in followed.optimizer_settings_of_job
+    assert {"lr", "betas"}.isdisjoint(followed.setting_names_from_job)
+    assert "weight_decay" in followed.setting_names_from_job
 
 
 def test_parameters_go_with_the_groups_that_the_job_had() -> None:
@@ -112,7 +112,7 @@ def test_a_function_of_the_users_own_steps_with_the_jobs_settings_of_each_step()
     windows = [make_window(place, *({**group, "weight_decay": place} for group in groups), **own) for place in range(2)]
     followed = follow(*windows, optimizer="own.py:make", eps=1e-6)
     assert (followed.optimizer, followed.max_norm, followed.why_no_more) == ("own.py:make", 1.0, "")
-    assert followed.optimizer_settings_of_job == {"lr", "betas", "weight_decay", "momentum"}
+    assert followed.setting_names_from_job == {"lr", "betas", "weight_decay", "momentum"}
     assert [group.names for group in followed.groups] == [{"embed.weight"}, {"norm.weight", "head.weight"}]
     # What the job's class does not have, as a momentum, is not set; what was typed is set once, before the first step.
     assert followed.groups[0].settings == {"lr": 0.5, "betas": (0.9, 0.95), "eps": 1e-6, "weight_decay": 0}

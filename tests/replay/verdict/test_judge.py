@@ -23,7 +23,7 @@ from replay.tolerances.job_bounds import (
     GRADIENT_QUANTITIES,
     LOG_PROBS,
     LOSS,
-    TOKENS,
+    TOKEN_LOG_PROBS,
     TOKENS_RMS,
     compute_bound,
     name_signature_floor,
@@ -108,7 +108,7 @@ def test_a_job_replayed_from_its_weights_is_reproduced(
     code, verdict, log = replay_captures(job, tmp_path, *FP32, "--verdict", "strict")
     assert (code, verdict["outcome"], verdict["counts"]) == (0, "REPRODUCED", {"REPRODUCED": 3})
     found = {finding["name"]: finding for finding in verdict["worst"]}
-    assert found.keys() == {LOSS, TOKENS, *GRADIENT_QUANTITIES}
+    assert found.keys() == {LOSS, TOKEN_LOG_PROBS, *GRADIENT_QUANTITIES}
     assert 0 <= found[LOSS]["difference"] < found[LOSS]["bound"] == 1e-5  # fp32 sums in another order
     said = capsys.readouterr().out
     assert "recorded   as the job's in 21 of its 21 parameters, sampled" in said
@@ -160,9 +160,14 @@ def test_bf16_is_held_to_its_own_bound(job_dtype: torch.dtype, tmp_path: Path, o
     assert verdict["outcome"] == "REPRODUCED"
     assert verdict["dtypes"] == [str(job_dtype).partition(".")[2], "bfloat16"]
     assert verdict["environment"].keys() == ({"dtype"} if job_dtype is torch.float32 else set())
-    assert {finding["name"] for finding in verdict["worst"]} == {LOSS, TOKENS, TOKENS_RMS, *GRADIENT_QUANTITIES}
+    assert {finding["name"] for finding in verdict["worst"]} == {
+        LOSS,
+        TOKEN_LOG_PROBS,
+        TOKENS_RMS,
+        *GRADIENT_QUANTITIES,
+    }
     floors = {name for name in verdict["floors"] if not name.startswith(name_signature_floor(""))}
-    assert floors == {LOSS, LOG_PROBS, TOKENS, TOKENS_RMS, GRAD_NORM, GRADIENT}
+    assert floors == {LOSS, LOG_PROBS, TOKEN_LOG_PROBS, TOKENS_RMS, GRAD_NORM, GRADIENT}
     assert name_signature_floor("model.layers.*.self_attn.q_proj.weight") in verdict["floors"]
     assert all(1e-3 < finding["bound"] < 0.7 for finding in verdict["worst"])
 
@@ -170,7 +175,7 @@ def test_bf16_is_held_to_its_own_bound(job_dtype: torch.dtype, tmp_path: Path, o
 def test_in_bf16_a_token_that_is_off_by_five_times_the_floor_is_found(tmp_path: Path, one_world: None) -> None:
     job = train(tmp_path / "job", dtype=torch.bfloat16, reproduce=True)
     _, verdict, _ = replay_captures(job, tmp_path / "logs")
-    floor = verdict["floors"][TOKENS]["value"]
+    floor = verdict["floors"][TOKEN_LOG_PROBS]["value"]
 
     def plant_fault(call: CapturedCall) -> CapturedCall:
         values = call.output_numbers("token_log_probs") or []
@@ -181,7 +186,9 @@ def test_in_bf16_a_token_that_is_off_by_five_times_the_floor_is_found(tmp_path: 
         job, tmp_path / "more", captures=change_capture(job, tmp_path / "planted", plant_fault)
     )
     assert (verdict["outcome"], verdict["first"]["index"]) == ("DIFFERS", 1)
-    assert TOKENS in [finding["name"] for finding in verdict["first"]["findings"] if finding["status"] == "differs"]
+    assert TOKEN_LOG_PROBS in [
+        finding["name"] for finding in verdict["first"]["findings"] if finding["status"] == "differs"
+    ]
 
 
 def test_a_second_opinion_is_of_a_replay_in_fp32(

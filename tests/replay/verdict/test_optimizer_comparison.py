@@ -172,5 +172,5 @@ def test_what_was_typed_for_a_function_of_the_users_own_may_be_other_than_the_jo
     assert list_setting_differences(step, ActorSpec(optimizer="own.py:make"), 0) == []
     differences = ["learning rate 0.1 in the job, 0.5 here", "betas (0.9, 0.95) in the job, (0.8, 0.95) here"]
     assert list_setting_differences(step, ActorSpec(**typed), 0) == differences
-    followed = list_setting_differences(step, ActorSpec(**typed), 0, optimizer_settings_of_job={"lr"})
+    followed = list_setting_differences(step, ActorSpec(**typed), 0, setting_names_from_job={"lr"})
     assert followed == differences[1:]

@@ -6,13 +6,13 @@ from typing import Any
 
 from actor_init.spec import ActorSpec
 from capture.file_format.optimizer_step import OptimizerStep
-from replay.tolerances.job_bounds import TOKENS, NoiseFloor
+from replay.tolerances.job_bounds import TOKEN_LOG_PROBS, NoiseFloor
 from replay.verdict.findings import VerdictSettings, list_dtypes
 from replay.verdict.pass_weights import drop_floors_after_rounded_step, merge_weight_samples
 from replay.verdict.recorded_pass import WeightComparison
 from tests.replay.verdict.causes.made_evidence import draw_gradients, make_window
 
-FLOOR = {TOKENS: NoiseFloor(value=1e-6, num_values=8)}
+FLOOR = {TOKEN_LOG_PROBS: NoiseFloor(value=1e-6, num_values=8)}
 
 
 def make_pass(num_steps_before: int, class_name: str) -> Any:

@@ -8,7 +8,7 @@ import pytest
 
 from actor_init.routes import RouterFlips
 from replay.runlog.records import PassRecord, RoutesSection
-from replay.tolerances.job_bounds import TOKENS, compute_flip_bound, compute_tie_distance
+from replay.tolerances.job_bounds import TOKEN_LOG_PROBS, compute_flip_bound, compute_tie_distance
 from replay.verdict.findings import FindingStatus, VerdictSettings
 from replay.verdict.recorded_pass import JobRouterLoss, RecordedPass, ReplayedPass, WeightComparison
 from replay.verdict.route_findings import (
@@ -100,13 +100,15 @@ def test_flips_with_other_weights_are_not_spoken_of() -> None:
 
 def test_the_job_s_routes_leave_no_doubt_about_ties() -> None:
     settings = replace(SETTINGS, floors={})
-    doubt = replace(settings, why_no_floors="no other kernel").doubt_expert_routes(TOKENS, 0.05, ["bfloat16"], 0)
+    doubt = replace(settings, why_no_floors="no other kernel").doubt_expert_routes(
+        TOKEN_LOG_PROBS, 0.05, ["bfloat16"], 0
+    )
     assert doubt == "tokens at a tie may take another expert: its rounding is not known"
     noted = note_job_routes(settings, [(record(0), RECORDED, replayed_with([]))])
     assert noted.has_job_routes
-    assert noted.doubt_expert_routes(TOKENS, 0.05, ["bfloat16"], 0) is None
+    assert noted.doubt_expert_routes(TOKEN_LOG_PROBS, 0.05, ["bfloat16"], 0) is None
     unmeasured = replace(noted, why_no_floors="no other kernel")
-    assert unmeasured.doubt_expert_routes(TOKENS, 0.05, ["bfloat16"], 0) == (
+    assert unmeasured.doubt_expert_routes(TOKEN_LOG_PROBS, 0.05, ["bfloat16"], 0) == (
         "in a mixture of experts its rounding is not known: no other kernel"
     )
     one_live = [(record(0), RECORDED, replayed_with([])), (record(1), RECORDED, ReplayedPass())]

@@ -8,7 +8,7 @@ from typing import Any
 
 from capture.file_format.gradient_signature import GradientSignature, choose_signature_elements
 from capture.file_format.optimizer_step import OptimizerStep
-from replay.tolerances.job_bounds import GRAD_NORM, GRADIENT, LOSS, TOKENS
+from replay.tolerances.job_bounds import GRAD_NORM, GRADIENT, LOSS, TOKEN_LOG_PROBS
 from replay.verdict.causes.evidence import CauseEvidence
 from replay.verdict.findings import Finding, VerdictSettings, judge_number
 from replay.verdict.gradient_findings import ComparedPass
@@ -163,7 +163,7 @@ def make_forward_evidence(*wrong: str, **settings: Any) -> CauseEvidence:
     """Evidence of one pass whose quantities `wrong` differ, and whose other ones of loss and tokens agree."""
     findings = [
         judge_number(name, 2.0, 1.0 if name in wrong else 2.0, difference=float(name in wrong), bound=0.1)
-        for name in (LOSS, TOKENS)
+        for name in (LOSS, TOKEN_LOG_PROBS)
     ]
     return CauseEvidence(
         passes=[],

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from actor_init.spec import ActorSpec
-from replay.tolerances.job_bounds import GRAD_NORM, GRADIENT, LOG_PROBS, LOSS, TOKENS
+from replay.tolerances.job_bounds import GRAD_NORM, GRADIENT, LOG_PROBS, LOSS, TOKEN_LOG_PROBS
 from replay.verdict.causes.cause import CauseName, Sureness
 from replay.verdict.causes.model_rules import (
     ALL_FINDINGS,
@@ -48,13 +48,13 @@ HOOK = ModelDifference(
 
 
 def test_one_setting_that_is_computed_with_is_the_cause() -> None:
-    cause = find_causes(make_forward_evidence(LOSS, TOKENS, model_differences=[SCALING]))[0]
+    cause = find_causes(make_forward_evidence(LOSS, TOKEN_LOG_PROBS, model_differences=[SCALING]))[0]
     assert (cause.name, cause.sureness) == (CauseName.MODEL_CODE, Sureness.IS)
     assert "scaling of model.layers.*.self_attn is 0.125 in the job, 0.25 here" in cause.sentence
 
 
 def test_a_hook_may_only_look_so_it_probably_is_the_cause() -> None:
-    cause = find_causes(make_forward_evidence(LOSS, TOKENS, model_differences=[HOOK]))[0]
+    cause = find_causes(make_forward_evidence(LOSS, TOKEN_LOG_PROBS, model_differences=[HOOK]))[0]
     assert (cause.name, cause.sureness) == (CauseName.MODEL_CODE, Sureness.PROBABLY)
 
 
@@ -72,7 +72,7 @@ def test_labels_that_are_the_tokens_themselves_are_the_cause_of_a_gradient_alone
 
 
 def test_of_two_differences_neither_is_sure() -> None:
-    cause = find_causes(make_forward_evidence(LOSS, TOKENS, model_differences=[HOOK, SCALING]))[0]
+    cause = find_causes(make_forward_evidence(LOSS, TOKEN_LOG_PROBS, model_differences=[HOOK, SCALING]))[0]
     assert cause.sureness is Sureness.PROBABLY
     assert "; also the attribute scaling of model.layers.*.self_attn is 0.125 in the job, 0.25 here" in cause.sentence
 
@@ -84,13 +84,13 @@ def test_a_loss_alone_is_not_explained_by_a_setting_of_attention() -> None:
 
 
 def test_without_another_cause_versions_may_be_it() -> None:
-    cause, *_ = find_causes(make_forward_evidence(LOSS, TOKENS))
+    cause, *_ = find_causes(make_forward_evidence(LOSS, TOKEN_LOG_PROBS))
     assert (cause.name, cause.sureness) == (CauseName.VERSIONS, Sureness.MAY_BE)
     assert "torch 2.11.0 in the job, 2.13.0 here" in cause.sentence
 
 
 def test_where_nothing_is_known_it_says_so() -> None:
-    evidence = replace(make_forward_evidence(LOSS, TOKENS), environment={})
+    evidence = replace(make_forward_evidence(LOSS, TOKEN_LOG_PROBS), environment={})
     [cause] = find_causes(evidence)
     assert (cause.name, cause.sureness) == (CauseName.MODEL_CODE, Sureness.MAY_BE)
     assert "nothing that was recorded says why" in cause.sentence
@@ -119,13 +119,13 @@ def test_rounded_frequencies_are_probably_the_cause() -> None:
         job="bfloat16",
         replay="float32",
     )
-    cause = find_causes(make_forward_evidence(LOSS, TOKENS, model_differences=[rounded]))[0]
+    cause = find_causes(make_forward_evidence(LOSS, TOKEN_LOG_PROBS, model_differences=[rounded]))[0]
     assert (cause.name, cause.sureness) == (CauseName.POSITIONS, Sureness.PROBABLY)
     assert "the buffer dtype of model.rotary_emb.inv_freq is bfloat16 in the job, float32 here" in cause.sentence
 
 
 def test_a_setting_with_which_another_pass_has_the_jobs_numbers_is_hardly_the_cause() -> None:
-    evidence = make_forward_evidence(LOSS, TOKENS, model_differences=[SCALING])
+    evidence = make_forward_evidence(LOSS, TOKEN_LOG_PROBS, model_differences=[SCALING])
     [wrong] = evidence.verdicts
     agreeing = [judge_number(LOSS, 1.0, 1.0, difference=0.0, bound=1e-4)]
     sound = replace(wrong, index=0, outcome=Outcome.REPRODUCED, findings=agreeing)
@@ -210,15 +210,15 @@ CONFIG = differ(Kind.CONFIG, "rms_norm_eps")
     [
         ([LOSS], [LOSS_FUNCTION], CauseName.OBJECTIVE, Sureness.PROBABLY),
         # It computes the loss alone, and here tokens are wrong.
-        ([LOSS, TOKENS], [LOSS_FUNCTION], None, None),
+        ([LOSS, TOKEN_LOG_PROBS], [LOSS_FUNCTION], None, None),
         ([LOSS], [CONFIG], CauseName.MODEL_CONFIG, Sureness.IS),
-        ([LOSS, TOKENS], [differ(Kind.TIED)], CauseName.TIED_WEIGHTS, Sureness.IS),
-        ([LOSS, TOKENS], [differ(Kind.MODULE)], CauseName.MODEL_CODE, Sureness.IS),
-        ([LOSS, TOKENS], [differ(Kind.CLASS)], CauseName.MODEL_CODE, Sureness.PROBABLY),
+        ([LOSS, TOKEN_LOG_PROBS], [differ(Kind.TIED)], CauseName.TIED_WEIGHTS, Sureness.IS),
+        ([LOSS, TOKEN_LOG_PROBS], [differ(Kind.MODULE)], CauseName.MODEL_CODE, Sureness.IS),
+        ([LOSS, TOKEN_LOG_PROBS], [differ(Kind.CLASS)], CauseName.MODEL_CODE, Sureness.PROBABLY),
         # What a wrapper does to gradients and what is frozen change no first forward.
-        ([LOSS, TOKENS], [differ(Kind.WRAPPER, key=GRADIENT_SYNC)], None, None),
-        ([LOSS, TOKENS], [differ(Kind.FROZEN)], None, None),
-        ([LOSS, TOKENS], [], None, None),
+        ([LOSS, TOKEN_LOG_PROBS], [differ(Kind.WRAPPER, key=GRADIENT_SYNC)], None, None),
+        ([LOSS, TOKEN_LOG_PROBS], [differ(Kind.FROZEN)], None, None),
+        ([LOSS, TOKEN_LOG_PROBS], [], None, None),
         ([], [CONFIG], None, None),
     ],
 )
@@ -232,7 +232,7 @@ def test_which_differences_may_make_a_forward_wrong(
 
 def test_the_first_difference_from_cause_to_consequence_is_named_and_the_others_are_counted() -> None:
     differences = [differ(Kind.DTYPE), differ(Kind.BUFFER), differ(Kind.ATTRIBUTE), CONFIG]
-    cause = find_model_difference(make_forward_evidence(LOSS, TOKENS, model_differences=differences))
+    cause = find_model_difference(make_forward_evidence(LOSS, TOKEN_LOG_PROBS, model_differences=differences))
     assert cause is not None
     assert cause.name is CauseName.MODEL_CONFIG
     assert "; also the attribute" in cause.sentence
@@ -247,7 +247,7 @@ def make_trials(*, agrees: bool) -> TrialReport:
 
 
 def test_a_trial_of_the_jobs_config_names_or_acquits_it() -> None:
-    evidence = make_forward_evidence(LOSS, TOKENS, model_differences=[CONFIG, HOOK])
+    evidence = make_forward_evidence(LOSS, TOKEN_LOG_PROBS, model_differences=[CONFIG, HOOK])
     # The rule of trials names it.
     assert find_model_difference(replace(evidence, trials=make_trials(agrees=True))) is None
     cause = find_model_difference(replace(evidence, trials=make_trials(agrees=False)))
@@ -262,7 +262,7 @@ def make_passes_around(
     """The sureness of a difference, where passes 0 to 2 are those of ranks 0 to 2 and forward 0 to 2; 2 is wrong."""
     gradients = draw_gradients()
     passes = [make_window([gradients] * 3, gradients, index=index)[index] for index in range(3)]
-    evidence = make_forward_evidence(LOSS, TOKENS, model_differences=[difference])
+    evidence = make_forward_evidence(LOSS, TOKEN_LOG_PROBS, model_differences=[difference])
     [wrong] = evidence.verdicts
     sound = [judge_number(LOSS, 1.0, 1.0, difference=0.0, bound=1e-4)]
     verdicts = [
@@ -332,11 +332,11 @@ def test_which_differences_may_make_a_gradient_wrong(
 @pytest.mark.parametrize(
     ("wrong", "agreeing", "is_found"),
     [
-        ([LOSS], [TOKENS], True),
+        ([LOSS], [TOKEN_LOG_PROBS], True),
         ([LOSS], [LOG_PROBS], True),
         ([LOSS], [], False),
-        ([LOSS, LOG_PROBS], [TOKENS], False),
-        ([LOG_PROBS], [TOKENS], False),
+        ([LOSS, LOG_PROBS], [TOKEN_LOG_PROBS], False),
+        ([LOG_PROBS], [TOKEN_LOG_PROBS], False),
     ],
 )
 def test_a_loss_is_another_function_of_tokens_that_agree(
@@ -429,7 +429,7 @@ def test_numbers_that_all_have_a_doubt_may_be_of_another_objective(
 ) -> None:
     findings = [
         judge_number(quantity, 2.0, 1.0, difference=1.0, bound=0.1, doubt=doubt)
-        for quantity, doubt in zip((LOSS, TOKENS), doubts, strict=True)
+        for quantity, doubt in zip((LOSS, TOKEN_LOG_PROBS), doubts, strict=True)
     ]
     cause = find_unstated_difference(replace(make_forward_evidence(), verdicts=[make_verdict(0, findings)]))
     assert cause is not None

@@ -19,7 +19,7 @@ from replay.objective.inputs import ObjectiveInputs
 from replay.objective.objective import Objective
 from replay.options.option_parsing import build_replay_spec
 from replay.runner.loss_variants import try_losses
-from replay.tolerances.job_bounds import LOSS, TOKENS
+from replay.tolerances.job_bounds import LOSS, TOKEN_LOG_PROBS
 from replay.verdict.causes.cause import Cause, CauseName, Sureness
 from replay.verdict.causes.objective_rules import find_loss_outside_mask, find_other_objective
 from replay.verdict.causes.table import find_causes
@@ -72,7 +72,7 @@ def find_cause(*tried: tuple[float, TriedLosses | None], wrong: str = LOSS) -> C
         [compared] = make_window([gradients], gradients, index=index)
         findings = [
             judge_number(LOSS, loss, own, difference=abs(own - loss), bound=1e-5),
-            judge_number(TOKENS, 1.0, 1.0, difference=float(wrong == TOKENS), bound=1e-5),
+            judge_number(TOKEN_LOG_PROBS, 1.0, 1.0, difference=float(wrong == TOKEN_LOG_PROBS), bound=1e-5),
         ]
         passes.append(replace(compared, findings=findings, replayed=replace(compared.replayed, tried_losses=losses)))
         verdicts.append(make_verdict(index, findings))
@@ -180,7 +180,7 @@ def test_the_objective_s_own_loss_tries_nothing() -> None:
 
 def test_another_forward_is_no_other_loss() -> None:
     tried = try_against(lambda inputs: compute_policy(inputs, clip, on_policy=True), open_objective(**POLICY))
-    assert find_cause(tried, wrong=TOKENS) is None
+    assert find_cause(tried, wrong=TOKEN_LOG_PROBS) is None
 
 
 def test_other_betas_are_tried_where_beta_is_0() -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from actor_init.routes import RouterFlips
 from replay.runlog.records import RoutesSection
-from replay.tolerances.job_bounds import LOSS, TOKENS
+from replay.tolerances.job_bounds import LOSS, TOKEN_LOG_PROBS
 from replay.verdict.causes.cause import CauseName, Sureness
 from replay.verdict.causes.evidence import CauseEvidence
 from replay.verdict.causes.route_rules import find_other_router_loss, find_other_routes
@@ -43,10 +43,10 @@ def test_a_router_alone_probably_is_the_cause() -> None:
 
 
 def test_beside_a_wrong_forward_it_may_be_a_consequence() -> None:
-    cause = find_other_routes(make_route_evidence(TOKENS))
+    cause = find_other_routes(make_route_evidence(TOKEN_LOG_PROBS))
     assert cause is not None
     assert cause.sureness is Sureness.MAY_BE
-    assert find_other_routes(make_forward_evidence(TOKENS)) is None
+    assert find_other_routes(make_forward_evidence(TOKEN_LOG_PROBS)) is None
 
 
 @pytest.mark.parametrize(
@@ -59,7 +59,7 @@ def test_beside_a_wrong_forward_it_may_be_a_consequence() -> None:
     ],
 )
 def test_other_code_of_a_router_explains_its_routes(where: str, is_explained: bool) -> None:
-    evidence = make_route_evidence(LOSS, TOKENS)
+    evidence = make_route_evidence(LOSS, TOKEN_LOG_PROBS)
     code = ModelDifference(kind=ModelDifferenceKind.FORWARD, where=where, job="job.py:route", replay=None)
     evidence = replace(evidence, settings=replace(evidence.settings, model_differences=[code]))
     causes = find_causes(evidence)
@@ -118,7 +118,7 @@ def test_a_model_without_a_routers_loss_and_another_parameter_have_another_cause
 
 def test_without_a_routers_loss_or_with_wrong_tokens_it_is_another_cause() -> None:
     assert find_other_router_loss(make_loss_evidence(None, LOSS)) is None
-    assert find_other_router_loss(make_loss_evidence(0.5, LOSS, TOKENS)) is None
+    assert find_other_router_loss(make_loss_evidence(0.5, LOSS, TOKEN_LOG_PROBS)) is None
 
 
 def test_a_routers_loss_that_is_not_computed_here_leaves_nothing_else_to_say_of_the_loss() -> None:
@@ -142,4 +142,4 @@ def test_the_routers_loss_is_that_of_the_wrong_pass() -> None:
     assert cause is not None
     assert cause.sentence.startswith("the routers' loss counts 3 times")
     assert find_other_router_loss(replace(evidence, passes=others)) is None
-    assert find_other_router_loss(make_forward_evidence(TOKENS)) is None
+    assert find_other_router_loss(make_forward_evidence(TOKEN_LOG_PROBS)) is None

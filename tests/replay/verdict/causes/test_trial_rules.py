@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from replay.tolerances.job_bounds import GRADIENT, LOSS, TOKENS
+from replay.tolerances.job_bounds import GRADIENT, LOSS, TOKEN_LOG_PROBS
 from replay.verdict.causes.cause import Cause, CauseName, Sureness
 from replay.verdict.causes.evidence import CauseEvidence
 from replay.verdict.causes.table import find_causes
@@ -60,7 +60,7 @@ def make_evidence(*results: TrialResult, step: int | None = None, wrong: Sequenc
         rank=0,
         outcome=Outcome.DIFFERS,
         reason=None,
-        findings=wrong or [find(LOSS, 1e-2), find(TOKENS, 1e-1, num_values=20)],
+        findings=wrong or [find(LOSS, 1e-2), find(TOKEN_LOG_PROBS, 1e-1, num_values=20)],
         first_index=step,
         optimizer_step=step,
     )
@@ -91,7 +91,7 @@ def test_the_only_trial_that_agrees_is_the_cause() -> None:
     assert (cause.name, cause.sureness) == (CauseName.MASK, Sureness.IS)
     assert cause.sentence == "the job does: the next token is seen (pass 1, run again)"
     assert cause.try_next == "mend the next token is seen"
-    assert {LOSS, TOKENS, GRADIENT} <= set(cause.explains)
+    assert {LOSS, TOKEN_LOG_PROBS, GRADIENT} <= set(cause.explains)
 
 
 def test_two_causes_that_give_the_same_numbers_are_each_probable() -> None:
@@ -199,9 +199,9 @@ def test_no_trials_ran() -> None:
 
 
 def test_a_match_puts_right_all_that_is_wrong() -> None:
-    unchanged = [find(LOSS, 1e-2), find(TOKENS, 1e-1, num_values=20)]
+    unchanged = [find(LOSS, 1e-2), find(TOKEN_LOG_PROBS, 1e-1, num_values=20)]
 
-    match = match_findings(unchanged, [find(LOSS, 1e-8), find(TOKENS, 1e-6, num_values=20)])
+    match = match_findings(unchanged, [find(LOSS, 1e-8), find(TOKEN_LOG_PROBS, 1e-6, num_values=20)])
 
     assert match.agrees
     assert match.num_values == 21
@@ -209,16 +209,16 @@ def test_a_match_puts_right_all_that_is_wrong() -> None:
 
 
 def test_a_loss_that_comes_out_beside_wrong_tokens_is_no_match() -> None:
-    unchanged = [find(LOSS, 1e-2), find(TOKENS, 1e-1)]
+    unchanged = [find(LOSS, 1e-2), find(TOKEN_LOG_PROBS, 1e-1)]
 
-    assert not match_findings(unchanged, [find(LOSS, 1e-8), find(TOKENS, 1e-2)]).agrees
-    assert not match_findings(unchanged, [find(LOSS, 1e-2), find(TOKENS, 1e-1)]).agrees
+    assert not match_findings(unchanged, [find(LOSS, 1e-8), find(TOKEN_LOG_PROBS, 1e-2)]).agrees
+    assert not match_findings(unchanged, [find(LOSS, 1e-2), find(TOKEN_LOG_PROBS, 1e-1)]).agrees
 
 
 def test_a_number_that_becomes_wrong_is_no_match() -> None:
-    unchanged = [find(LOSS, 1e-2), find(TOKENS, 1e-8)]
+    unchanged = [find(LOSS, 1e-2), find(TOKEN_LOG_PROBS, 1e-8)]
 
-    assert not match_findings(unchanged, [find(LOSS, 1e-8), find(TOKENS, 1e-2)]).agrees
+    assert not match_findings(unchanged, [find(LOSS, 1e-8), find(TOKEN_LOG_PROBS, 1e-2)]).agrees
 
 
 def test_nothing_was_wrong() -> None:
@@ -240,8 +240,8 @@ def test_a_hypothesis_holds_on_every_rank_that_is_wrong() -> None:
 
 
 def test_in_a_coarser_dtype_a_number_has_to_come_much_nearer() -> None:
-    unchanged = [find(LOSS, 1e-3), find(TOKENS, 1e-2, num_values=20)]
-    tokens = find(TOKENS, 1e-3, bound=1e-1, num_values=20)
+    unchanged = [find(LOSS, 1e-3), find(TOKEN_LOG_PROBS, 1e-2, num_values=20)]
+    tokens = find(TOKEN_LOG_PROBS, 1e-3, bound=1e-1, num_values=20)
 
     near = match_coarse_findings(unchanged, [find(LOSS, 1e-5, bound=1e-2), tokens])
     far = match_coarse_findings(unchanged, [find(LOSS, 5e-4, bound=1e-2), tokens])
