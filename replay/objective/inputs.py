@@ -132,10 +132,14 @@ class ObjectiveInputs:
         A tensor of fewer columns than A covers the last tokens; one number for each row or sequence is that of each of
         its tokens. Raises ObjectiveError if there is none, or if it leaves out an action token.
         """
+        return torch.where(self.action_mask_BA, self.of_places(*names), 0.0)
+
+    def of_places(self, *names: str) -> Tensor:
+        """Return the same with the numbers that the tensor has where the action mask is off."""
         tensor = self.find(*names)
         if tensor is None:
             raise ObjectiveError(explain_missing(self.recorded, names))
-        return torch.where(self.action_mask_BA, self._spread_over_tokens(tensor, names[0]), 0.0)
+        return self._spread_over_tokens(tensor, names[0])
 
     def _spread_over_tokens(self, tensor: Tensor, name: str) -> Tensor:
         rows, num_actions = self.log_probs_BA.shape

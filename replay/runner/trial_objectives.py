@@ -44,7 +44,8 @@ class PolicyForm:
     sign         -1 where the job goes the other way
     ratio        `ratio`; `inverted`: the old policy's to the new one's; `sequence`: one for each sequence, of the mean
                  of its log-ratios; `chance`: the chance itself; `log`: the log-prob itself
-    advantages   as noted; `whitened` or `centred` once more over the pass's tokens; `ones`; `reversed`, by rows
+    advantages   as noted; `whitened` or `centred` once more over the pass's tokens; `ones`; or moved, as `old` is
+    old          as noted; moved: `earlier` or `later` by a token, `reversed` by rows
     kl_sign      -1 where the divergence is rewarded
     swaps_kl     the divergence is that of the reference to the policy
     """
@@ -55,6 +56,7 @@ class PolicyForm:
     sign: float = 1.0
     ratio: str = "ratio"
     advantages: str = ""
+    old: str = ""
     kl_sign: float = 1.0
     swaps_kl: bool = False
 
@@ -133,7 +135,7 @@ class PolicyCase:
         inputs, spec = self.inputs, form.spec
         log_probs_BA = inputs.log_probs_BA
         advantages_BA = self._read_advantages(form).to(log_probs_BA.dtype)
-        old_BA = log_probs_BA.detach() if spec.on_policy else inputs.of_tokens(*OLD_LOG_PROBS).to(log_probs_BA.dtype)
+        old_BA = log_probs_BA.detach() if spec.on_policy else self._move(form.old, *OLD_LOG_PROBS)
         match form.ratio:
             case "log":
                 loss_BA = -log_probs_BA * advantages_BA
@@ -162,14 +164,26 @@ class PolicyCase:
         match form.advantages:
             case "ones":
                 return torch.ones_like(advantages_BA)
-            case "reversed":
-                return advantages_BA.flip(0)
+            case "reversed" | "earlier" | "later":
+                return self._move(form.advantages, *ADVANTAGES)
             case "centred":
                 return advantages_BA - advantages_BA[mask_BA].mean()
             case "whitened":
                 values_N = advantages_BA[mask_BA]
                 return (advantages_BA - values_N.mean()) / (values_N.std(correction=0) + 1e-8)
         return advantages_BA
+
+    def _move(self, how: str, *names: str) -> Tensor:
+        """Return a noted tensor in the tokens' places, moved by a token or by rows."""
+        values_BA = self.inputs.of_places(*names).to(self.inputs.log_probs_BA.dtype)
+        match how:
+            case "reversed":
+                values_BA = values_BA.flip(0)
+            case "earlier":
+                values_BA = torch.nn.functional.pad(values_BA[:, 1:], (0, 1))
+            case "later":
+                values_BA = torch.nn.functional.pad(values_BA[:, :-1], (1, 0))
+        return torch.where(self.inputs.action_mask_BA, values_BA, 0.0)
 
     def _reduce(self, loss_BA: Tensor, form: PolicyForm) -> Tensor:
         if not form.reduction:
@@ -294,8 +308,17 @@ def _list_changes(case: PolicyCase) -> Iterator[PolicyChange]:
         ("centred", "takes the mean of the noted advantages from each, over the pass's tokens"),
         ("ones", "has the advantage 1 for each token"),
         ("reversed", "has the advantages of the rows in reverse order"),
+        ("earlier", "has for each token the advantage of the next one"),
+        ("later", "has for each token the advantage of the one before"),
     ):
         yield PolicyChange(says=says, form={"advantages": advantages}, spec={})
+    for old, says in (
+        ("reversed", "has the old log-probs of the rows in reverse order"),
+        ("earlier", "has for each token the old log-prob of the next one"),
+        ("later", "has for each token the old log-prob of the one before"),
+    ):
+        if not spec.on_policy:
+            yield PolicyChange(says=says, form={"old": old}, spec={})
     yield from _list_divergence_changes(spec)
     for low in CLIPS:
         yield PolicyChange(

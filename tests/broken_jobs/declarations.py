@@ -142,6 +142,7 @@ class Fault:
     loss       what is differentiated, of the loss that the loop would differentiate
     loop_loss  the loop's loss of logits [B, S, V] and labels [B, S], in place of its cross entropy
     noted      what a policy's loss is computed of, and what is noted, in place of that
+    used       what a policy's loss is computed of, in place of what is noted
     gradients  is given the parameters, with the gradients of a whole step, before they are clipped
     clip       in place of the clipping; returns the norm that the loop believes
     clips_each_pass  to what norm the loop clips after each backward as well
@@ -157,6 +158,7 @@ class Fault:
     loss: Callable[[Tensor, At], Tensor] | None = None
     loop_loss: Callable[[Tensor, Tensor], Tensor] | None = None
     noted: Callable[[dict[str, Tensor]], dict[str, Tensor]] | None = None
+    used: Callable[[dict[str, Tensor]], dict[str, Tensor]] | None = None
     gradients: Callable[[Parameters, At], object] | None = None
     clip: Callable[[Parameters, float], Any] | None = None
     clips_each_pass: float | None = None

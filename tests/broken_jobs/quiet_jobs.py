@@ -52,6 +52,8 @@ QUIET_JOBS: list[Job] = [
         ("policy-old-shifted", PLAIN, (), "the old policy's log-probs stand one place too early", RAGGED_POLICY,
          Fault(noted=q.old_log_probs_shifted),
          {"note": "old policy: the noted log-probs of"}),
+        ("policy-shifts-old-itself", PLAIN, C.OBJECTIVE, "the loss moves the old policy's log-probs by a place",
+         RAGGED_POLICY, Fault(used=q.old_log_probs_shifted)),
         ("ddp-policy-old-of-other-rows", DDP, (), "the old policy's log-probs are of other rows of the micro-batch",
          POLICY, Fault(noted=q.old_log_probs_of_other_rows),
          {"note": "sequences have the noted log-probs of another one of their step"}),

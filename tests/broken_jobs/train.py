@@ -453,6 +453,8 @@ def _policy_loss(logits_BSV: Tensor, batch: Batch, run: Run, at: At) -> Tensor:
     if run.fault.noted is not None:
         noted = run.fault.noted(noted)
     capture.note(**noted)
+    if run.fault.used is not None:
+        noted = run.fault.used(noted)
     ratio_BA = (log_probs_BA - noted["old_log_probs"]).exp()
     losses_BA = -torch.min(ratio_BA * noted["advantages"], ratio_BA.clamp(0.8, 1.2) * noted["advantages"])
     if run.setup.divergence:

@@ -40,6 +40,17 @@ def clip(log_probs_BA: Tensor, low: float, high: float) -> Tensor:
     return torch.min(ratio_BA * advantages_BA, ratio_BA.clamp(1 - low, 1 + high) * advantages_BA)
 
 
+def clip_with(log_probs_BA: Tensor, old_BA: Tensor, advantages_BA: Tensor) -> Tensor:
+    ratio_BA = (log_probs_BA - old_BA).exp()
+    return torch.min(ratio_BA * advantages_BA, ratio_BA.clamp(0.8, 1.2) * advantages_BA)
+
+
+def move(values_BA: Tensor, places: int) -> Tensor:
+    """Move each token's number so many places towards the end of its row."""
+    before, after = max(places, 0), max(-places, 0)
+    return torch.nn.functional.pad(values_BA, (before, after))[:, after : ACTIONS + after]
+
+
 def estimate(log_probs_BA: Tensor) -> Tensor:
     difference_BA = REFERENCE_BA - log_probs_BA
     return difference_BA.exp() - difference_BA - 1
@@ -57,6 +68,18 @@ LOOPS: dict[str, Loop] = {
     "no ratio to the old log-probs": lambda logp, gain, whole, h: -average(ADVANTAGES_B[:, None] * logp),
     "no more than 1.28": lambda logp, gain, whole, h: -average(clip(logp, 0.2, 0.28)),
     "to 0.9 ... 1.1": lambda logp, gain, whole, h: -average(clip(logp, 0.1, 0.1)),
+    "the old log-prob of the next one": lambda logp, gain, whole, h: (
+        -average(clip_with(logp, move(OLD_BA, -1), ADVANTAGES_B[:, None]))
+    ),
+    "the old log-prob of the one before": lambda logp, gain, whole, h: (
+        -average(clip_with(logp, move(OLD_BA, 1), ADVANTAGES_B[:, None]))
+    ),
+    "the old log-probs of the rows in reverse order": lambda logp, gain, whole, h: (
+        -average(clip_with(logp, OLD_BA.flip(0), ADVANTAGES_B[:, None]))
+    ),
+    "the advantage of the one before": lambda logp, gain, whole, h: (
+        -average(clip_with(logp, OLD_BA, move(ADVANTAGES_B[:, None].expand(ROWS, ACTIONS), 1)))
+    ),
     "adds 0.04 times k3": lambda logp, gain, whole, h: average(-gain + 0.04 * estimate(logp)),
     "it subtracts 0.1 times k3": lambda logp, gain, whole, h: average(-gain - 0.1 * estimate(logp)),
     "adds 0.1 times k1": lambda logp, gain, whole, h: average(-gain + 0.1 * (logp - REFERENCE_BA)),
