@@ -242,3 +242,20 @@ def proofs_once() -> Iterator[None]:
 
     with proved_once():
         yield
+
+
+@pytest.fixture(scope="session")
+def short_sample_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from capture import capture_files
+    from replay.options.spec import find_sample_folder
+    from tests.helpers.made_captures import SHORT_PASSES, copy_captures
+
+    captures = capture_files(find_sample_folder())
+    return copy_captures(tmp_path_factory.mktemp("short") / "sample", [captures[number] for number in SHORT_PASSES])
+
+
+@pytest.fixture
+def short_sample(short_sample_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A replay of this process that names no inputs has the short passes of the sample."""
+    for name in ("replay.resolution.selection", "replay.resolution.job_defaults", "replay.options.needed_tensors"):
+        monkeypatch.setattr(f"{name}.find_sample_folder", lambda: short_sample_folder)

@@ -19,7 +19,7 @@ from replay.runner.replayer import Replayer
 from replay.runner.state_store import find_whole_states
 
 TRAINING = "--step --grad-accumulation 1 --dtype fp32 --quiet --learning-rate 0.01 --backend"
-pytestmark = pytest.mark.usefixtures("one_world")
+pytestmark = pytest.mark.usefixtures("one_world", "short_sample")
 
 
 def train(home: Path, typed: str, logs: str = "logs", *, backend: str = "fsdp2") -> int:
