@@ -27,7 +27,7 @@ from replay.on_ray.cluster import open_cluster
 from replay.on_ray.launch import run_on_ray
 from replay.on_ray.task_runner import RayTaskRunner
 from replay.options.ray_options import RayOptions
-from replay.options.spec import InputsSpec, MeasureSpec, ReplaySpec, find_sample_folder
+from replay.options.spec import InputsSpec, MeasureSpec, ReplaySpec
 from replay.processes.child_job import ChildJob
 from replay.processes.pool import Task
 from replay.runlog.records import PassRecord
@@ -135,7 +135,7 @@ def only_log(logs: Path) -> tuple[Path, dict[str, object], list[PassRecord]]:
 
 
 def test_four_ranks_on_two_nodes_that_do_not_see_the_inputs_have_the_losses_of_one_process(
-    address: str, tmp_path: Path
+    address: str, short_sample_folder: Path, tmp_path: Path
 ) -> None:
     """The driver alone has its folder of inputs: what is mounted in its namespace is not seen outside."""
     inputs, logs = tmp_path / "inputs", tmp_path / "ray"
@@ -144,7 +144,7 @@ def test_four_ranks_on_two_nodes_that_do_not_see_the_inputs_have_the_losses_of_o
     _, *arguments = on_ray_command(address, f"--processes 4 --tp 2 --max-inputs 2 {options} --inputs {inputs}", logs)
     # A warm process would be outside of the namespace.
     command = [str(BIN / "python"), *arguments]
-    copy = f"cp {shlex.quote(str(find_sample_folder()))}/* {inputs}"
+    copy = f"cp {shlex.quote(str(short_sample_folder))}/* {inputs}"
     script = f"mount -t tmpfs none {inputs} && {copy} && exec {shlex.join(command)}"
     done = subprocess.run(
         ["unshare", *(["-m"] if os.geteuid() == 0 else ["-rm"]), "sh", "-c", script],
@@ -160,7 +160,8 @@ def test_four_ranks_on_two_nodes_that_do_not_see_the_inputs_have_the_losses_of_o
     assert (run["status"], run["world_size"]) == ("finished", 4)
     assert done.stdout.startswith(f"model      {inputs / 'actor.json'}, ")
     assert f"log        {folder}" in done.stdout.splitlines()
-    assert main([*options.split(), "--max-inputs", "8", "--log-folder", str(tmp_path / "here")]) == 0
+    here = ["--inputs", str(short_sample_folder), "--log-folder", str(tmp_path / "here")]
+    assert main([*options.split(), *here]) == 0
     alone = {record.source: record.result.loss for record in only_log(tmp_path / "here")[2]}
     assert {record.rank for record in records} == {0, 1, 2, 3}
     for record in records:
@@ -341,10 +342,11 @@ run_and_leave()
 """
 
 
-def test_parity_goes_on_after_its_driver_was_killed(address: str, tmp_path: Path) -> None:
+def test_parity_goes_on_after_its_driver_was_killed(address: str, short_sample_folder: Path, tmp_path: Path) -> None:
     (tmp_path / "matrix.toml").write_text(MATRIX)
     parity = ["parity", "--launcher", "ray", "--address", address]
     matrix = ["--matrix", str(tmp_path / "matrix.toml"), "--processes", "1", "--max-inputs", "2"]
+    matrix += ["--inputs", str(short_sample_folder)]
     begin = [sys.executable, "-c", KILLED_AT_THE_FIRST, *parity, *matrix, "--log-folder", str(tmp_path / "logs")]
     killed = subprocess.run(begin, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT, check=False)
     assert killed.returncode == -signal.SIGKILL, killed.stdout + killed.stderr
@@ -364,8 +366,9 @@ def states_of(folder: Path) -> dict[str, str]:
     return {row.cell.name: row.state for row in ParityLog.read(folder).rows}
 
 
-def test_ctrl_c_ends_the_ranks_and_is_said_in_the_log(address: str, tmp_path: Path) -> None:
-    command = on_ray_command(address, "--processes 2 --backend fsdp2 --epochs 50 --timeout 300", tmp_path)
+def test_ctrl_c_ends_the_ranks_and_is_said_in_the_log(address: str, short_sample_folder: Path, tmp_path: Path) -> None:
+    typed = f"--processes 2 --backend fsdp2 --epochs 200 --timeout 300 --inputs {short_sample_folder}"
+    command = on_ray_command(address, typed, tmp_path)
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as driver:
         assert driver.stdout is not None
         while not any(path.read_text() for path in tmp_path.glob("*/rank1.jsonl")):
