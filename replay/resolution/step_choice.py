@@ -157,7 +157,7 @@ def _find_steps_to_follow(
     recorded: ParameterSamples | None,
 ) -> FollowedSteps | str:
     state = spec.state
-    if state.save_state or state.load_state or state.resume:
+    if state.save_every or state.resume:
         return "a state is of one optimizer, with one learning rate"
     job_names: Sequence[str] = read_parameter_names(find_inputs_folder(spec.inputs))
     if not job_names and recorded is not None:
