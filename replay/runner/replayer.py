@@ -33,7 +33,7 @@ from replay.resolution.windows import InputRound
 from replay.runlog.records import InputSection, PassRecord, ResultSection
 from replay.runlog.token_log_probs import TokenPlaces, write_token_log_probs
 from replay.runner.accumulation_window import AccumulationWindow
-from replay.runner.checkpoint import digest_inputs
+from replay.runner.checkpoint import StateWeights, digest_inputs
 from replay.runner.first_uses import ExpectedTimes, record_second_run
 from replay.runner.generator_observer import GeneratorObserver, RandomDrawCounter, was_fed_as_captured
 from replay.runner.loss_variants import has_other_log_probs, try_losses
@@ -102,7 +102,8 @@ class ReopenableActor:
 
     What the failed pass left in the backend would corrupt the next pass.
 
-    state_folder  a state that --save-state wrote, which is loaded into each backend that is opened; None: no state
+    A state that --save-state wrote, where the source's weights are of one, is loaded into each backend that is opened:
+    until then these weights are NaN.
     """
 
     def __init__(
@@ -110,11 +111,10 @@ class ReopenableActor:
         spec: ActorSpec,
         source: ModelSource,
         world: World,
-        state_folder: Path | None = None,
         on_progress: OnProgress = ignore_progress,
     ) -> None:
         self._arguments = (spec, source, world, on_progress)
-        self._state_folder = state_folder
+        self._state_folder = source.weights.folder if isinstance(source.weights, StateWeights) else None
         self.backend: Backend = self._open_backend()
 
     def _open_backend(self) -> Backend:

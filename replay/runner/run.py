@@ -152,7 +152,7 @@ def run_in(
     with watch_run(world, folder, measure.timeout, show_traceback=show_traceback) as watch:
         full_names = measure.full_names or not have_distinct_short_names([path.name for path in selection.inputs])
         console = Console(quiet=measure.quiet, full_names=full_names, file=screen) if world.rank == 0 else None
-        actor = _open_actor(resolved, source, world, folder, state_folder, watch, console)
+        actor = _open_actor(resolved, source, world, folder, watch, console)
         resolved = resolved.complete(actor.backend.facts(), actor.backend.loss_scale())
         gc.enable()
         weight_checker = WeightChecker(source)
@@ -206,7 +206,6 @@ def _open_actor(
     source: ModelSource,
     world: World,
     folder: Path,
-    state_folder: Path | None,
     watch: Watch,
     console: Console | None,
 ) -> ReopenableActor:
@@ -219,7 +218,7 @@ def _open_actor(
             console.show_opening(num_filled, num_parameters)
 
     try:
-        actor = ReopenableActor(spec.actor, source, world, state_folder, report_progress)
+        actor = ReopenableActor(spec.actor, source, world, report_progress)
     except Exception as reason:
         if world.rank == 0 and (world.world_size == 1 or isinstance(reason, UsageError)):
             shutil.rmtree(folder, ignore_errors=True)
