@@ -46,7 +46,7 @@ def list_setting_differences(
         differences += _compare_classes(step.optimizer, step.library, spec)
     if number == 0 and (difference := _compare_states(step, loaded_counts)) is not None:
         differences.append(difference)
-    follows_clipping = CLIPPING in optimizer_settings_of_job
+    follows_clipping = CLIPPING in setting_names_from_job
     if not follows_clipping and (step.max_norm or None) != (spec.max_norm or None) and _may_clip(step, spec, norms):
         differences.append(
             f"clipped to {format_value(step.max_norm)} in the job, to {format_value(spec.max_norm)} here"

@@ -137,7 +137,7 @@ def test_a_clipping_by_value_is_followed_where_the_backend_does_it(backend: str)
     clippings = [Clipping(order=None, limit=0.5), Clipping(order=2.0, limit=1.0)]
     assert [step.clippings for step in followed.settings.values()] == [clippings] * 2
     assert (followed.max_norm, followed.why_no_more) == (None, "")
-    assert CLIPPING in followed.optimizer_settings_of_job
+    assert CLIPPING in followed.setting_names_from_job
     other = make_window(1, {"lr": 1.0}, max_norm=1.0)
     assert follow(windows[0], other, backend=backend).why_no_more == (
         "the gradient of step 2 was clipped by another rule than the first step's"
