@@ -19,7 +19,7 @@ from replay.verdict.causes.cause import CauseName
 from replay.verdict.cleared_passes import find_cleared_passes
 from replay.verdict.optimizer_facts import keeps_state, read_step_count
 from replay.verdict.recorded_pass import RecordedPass
-from replay.verdict.step_remarks import list_step_remarks
+from replay.verdict.step_remarks import has_only_emptied_gradients, list_step_remarks
 from replay.verdict.training_remarks import LABEL, SAME_ON_RANKS
 
 _MAX_NAMED = 3
@@ -286,6 +286,15 @@ def _check_settings(subject: LintSubject) -> Iterator[LintRemark]:
 def _check_missing_gradients(subject: LintSubject) -> Iterator[LintRemark]:
     """Say which parameters are trained and had a gradient in no recorded step."""
     steps = [step for step in _list_steps(subject) if step.gradients is not None or step.without_gradient]
+    if has_only_emptied_gradients(subject.trained):
+        yield LintRemark(
+            topic="gradients",
+            text=f"no parameter had a gradient in {pluralise(len({step.number for step in steps}), 'step')}, though "
+            "the losses were differentiated: are gradients emptied (zero_grad) between the backward and the step?",
+            weight=Weight.NO_TRAINING,
+            cause=CauseName.NO_GRADIENT,
+        )
+        return
     with_gradient = {
         sample.name for step in steps if step.gradients is not None for sample in step.gradients.samples
     } | {signature.name for step in steps for signature in step.signatures}

@@ -82,6 +82,18 @@ def holds_no_trained_parameter(passes: Sequence[RecordedPass]) -> bool:
     return not moved and bool(with_gradient.intersection(unmoved)) and _check_learning_rate(steps) is None
 
 
+def has_only_emptied_gradients(passes: Sequence[RecordedPass]) -> bool:
+    """Tell whether losses were differentiated, and no parameter had a gradient at any step: all were emptied before."""
+    steps = [recorded.step_after for recorded in passes if recorded.step_after is not None]
+    return bool(steps) and all(
+        step.without_gradient
+        and not step.signatures
+        and not (step.gradients is not None and step.gradients.samples)
+        and any(step.shares)
+        for step in steps
+    )
+
+
 def _check_share(trained: Sequence[RecordedPass], steps: Sequence[OptimizerStep]) -> str | None:
     """Say so if each step was of fewer parameters than are trainable."""
     num_trainable = max(recorded.weight_comparison.num_parameters - recorded.num_frozen for recorded in trained)

@@ -19,7 +19,11 @@ from replay.verdict.outcomes import Outcome, PassVerdict, Verdict
 from replay.verdict.pass_windows import group_into_windows
 from replay.verdict.rank_weights import have_same_weights_after
 from replay.verdict.recorded_pass import MOVED, NEXT_TOKENS, RecordedPass, match_parameter_name
-from replay.verdict.step_remarks import holds_no_trained_parameter, list_step_remarks
+from replay.verdict.step_remarks import (
+    has_only_emptied_gradients,
+    holds_no_trained_parameter,
+    list_step_remarks,
+)
 
 LABEL = "trained"
 # A relative difference: averaged gradients are equal on all ranks, but may have been added up in another order.
@@ -50,8 +54,8 @@ def _check_optimizer_state(passes: Sequence[PassEvidence]) -> Pairs:
     """Say so where the optimizer's own count of steps is not that of the steps that were recorded."""
     recorded_passes = [recorded for _, recorded, _ in passes if recorded is not None]
     facts = find_facts_of_ranks(recorded_passes)
-    # An optimizer that steps nothing has lost no state.
-    if not facts or holds_no_trained_parameter(recorded_passes):
+    # An optimizer that steps nothing, or is given no gradient, has lost no state.
+    if not facts or holds_no_trained_parameter(recorded_passes) or has_only_emptied_gradients(recorded_passes):
         return []
     others = f", and {pluralise(len(facts) - 1, 'more such fact')}" if facts[1:] else ""
     return [("optimizer", f"{facts[0].describe()}{others}")]

@@ -307,6 +307,17 @@ def test_a_rate_that_a_schedule_leaves_out_is_said(
     assert all(f"learning rate: the rate of norm.weight {text}" in said for said in found)
 
 
+@pytest.mark.parametrize(("shares", "is_said"), [((1.0,), True), ((None,), False)])
+def test_gradients_that_are_emptied_before_each_step_are_said(shares: tuple[float | None], is_said: bool) -> None:
+    """Without a backward of the loss, as where another loss is differentiated, it is not known where they went."""
+    passes = [
+        make_pass(number=place, step=make_step(place, shares=shares, without_gradient=("layers.0.weight",)))
+        for place in range(3)
+    ]
+    [text] = [text for text in say(passes) if text.startswith("gradients: ")]
+    assert text.startswith("gradients: no parameter had a gradient in 3 steps, though the losses") is is_said
+
+
 @pytest.mark.parametrize(("numbers", "says"), [((0, 1, 1), False), ((0, 4, 4), True)])
 def test_a_schedule_that_is_stepped_by_each_micro_batch_is_said(numbers: tuple[int, ...], says: bool) -> None:
     passes = [
