@@ -319,8 +319,9 @@ def test_where_cuda_was_initialised_before_the_fork_python_begins_afresh(tmp_pat
 
 
 @pytest.mark.slow
-def test_the_losses_are_those_of_a_replay_that_was_started_by_hand(tmp_path: Path) -> None:
+def test_the_losses_are_those_of_a_replay_that_was_started_by_hand(short_sample_folder: Path, tmp_path: Path) -> None:
     arguments = ["--backend", "fsdp2", "--tp", "2", "--max-inputs", "2", "--step", "--learning-rate", "0.01"]
+    arguments += ["--inputs", str(short_sample_folder)]
     job = parse_command_line([*arguments, "--log-folder", str(tmp_path / "a")]).args[0]
     task = Task(job=job, num_processes=2, output=tmp_path / "a.txt", limit=1800)
     child = run_child(task)
