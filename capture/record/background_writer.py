@@ -106,8 +106,7 @@ class BackgroundWriter(Generic[ItemT]):
         self._on_deadline = on_deadline
         self._max_queued_passes = max_queued
         # Each item with its size in bytes, and whether it is a pass. The thread may take the first `_num_ready` of
-        # them. The others become ready with the next `wake`, after MAX_DELAY_SECONDS without one, or with an urgent
-        # item, `drain` or `close`.
+        # them. The others become ready with the next `wake`, with an urgent item, `drain` or `close`.
         self._queue: deque[tuple[ItemT, int, bool]] = deque()
         self._num_ready = 0
         self._num_queued_passes = 0

@@ -93,8 +93,8 @@ class ForwardHooks:
         self._depth -= 1
         if self._depth > 0:
             return
-        # torch gives a hook no exception, but it calls this one inside its `except` block, where sys.exc_info() has the
-        # exception.
+        # torch gives a hook no exception. If the forward raised, torch calls this hook inside its `except` block, where
+        # sys.exc_info() has the exception. If not, sys.exc_info() has what the job was handling before, or nothing.
         error, earlier_error = sys.exc_info()[1], self._earlier_error
         self._earlier_error = self._outermost_frame = None
         self._on_end(output, None if error is earlier_error else error)

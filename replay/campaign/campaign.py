@@ -321,8 +321,8 @@ class Campaign(Generic[PlanT]):
     ) -> Generator[EndedRun]:
         """Yield how each planned run ended.
 
-        First come those that the journal knows. Then the others are run, and come in the order in which they end. A run
-        that the deadline keeps from starting is not yielded.
+        First come those whose result `find_ended` has. Then the others are run, and come in the order in which they
+        end. A run that the deadline keeps from starting is not yielded.
 
         start_deadline  no run is started after this time of `time.monotonic`; None: the deadline from the limits
         working_folder  the folder in which relative paths begin
@@ -342,7 +342,7 @@ class Campaign(Generic[PlanT]):
             yield EndedRun(position, process_result, self._runs_are_alone, is_new=True)
 
     def run(self, planned_run: PlannedRun, working_folder: Path = Path()) -> ProcessResult:
-        """Return how one planned run ended. If the journal does not know it, it is run, also after the deadline."""
+        """Return how one planned run ended. If `find_ended` has no result of it, it is run, also after the deadline."""
         [ended] = self.run_all([planned_run], start_deadline=math.inf, working_folder=working_folder)
         return ended.process_result
 

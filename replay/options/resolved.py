@@ -184,7 +184,7 @@ class ResolvedReplay(ReplayParts):
         }
         is_open = parts["actor"].attention == Attention.AUTO
         kernel = choose_kernel_on_all_ranks(parts["actor"], world, self.source.config)
-        parts["actor"] = set_attention_option(parts["actor"], kernel)
+        parts["actor"] = replace_auto_attention(parts["actor"], kernel)
         # Another dtype may have another kernel, too.
         if kernel != self.kernel:
             changed[ATTENTION] = kernel
@@ -203,7 +203,7 @@ class ResolvedReplay(ReplayParts):
         )
 
 
-def set_attention_option(actor: ActorSpec, kernel: str) -> ActorSpec:
+def replace_auto_attention(actor: ActorSpec, kernel: str) -> ActorSpec:
     """Return `actor` with the value of --attention whose kernel is `kernel` in transformers.
 
     `auto` stays where no other value names it, as where two kernels are taken in turn.

@@ -42,7 +42,7 @@ from replay.options.resolved import (
     PartT,
     ResolvedChoice,
     ResolvedReplay,
-    set_attention_option,
+    replace_auto_attention,
 )
 from replay.options.spec import InputsSpec, LossName, Passes, ReplayParts, ReplaySpec, WindowWeights
 from replay.output.text import name_some
@@ -96,7 +96,7 @@ def resolve(
     3. whether and how the optimizer steps
     4. the attention kernel and the layout of rows: the job's kernel, unless a probe of the model finds it wrong
     5. how log-probs come from the head
-    6. the attention kernel if it is still `auto`; each rank checks it and takes transformers' name for it
+    6. the attention kernel if it is still `auto`; each rank checks that it has it
     7. the settings that are left and have a default: those of the backend, the optimizer, the inputs and the objective
 
     Each choice is listed with who made it and why. A variable whose name begins with `actor` is an ActorSpec, the
@@ -140,7 +140,7 @@ def resolve(
     actor_with_head = replace(probed.actor, head=head_choice.value)
 
     kernel_name = choose_kernel_on_all_ranks(actor_with_head, world, model_source.config)
-    actor_with_kernel = set_attention_option(actor_with_head, kernel_name)
+    actor_with_kernel = replace_auto_attention(actor_with_head, kernel_name)
 
     remaining_choices = [
         *_list_backend_and_optimizer_settings(actor_with_head),
@@ -173,8 +173,8 @@ def resolve(
         why_whole_logits=why_whole_logits,
         step_settings=followed_steps.settings if followed_steps is not None else {},
         setting_names_from_job=followed_steps.setting_names_from_job if followed_steps is not None else frozenset(),
-        # A recording sees calls of `clip_grad_norm_`, but not a clipping that the job wrote itself. The norm to which
-        # the job clipped then is inferred from the recorded gradients.
+        # A recording sees calls of `clip_grad_norm_`, but not a clipping that the job wrote itself. In that case
+        # the norm to which the job clipped is inferred from the recorded gradients.
         job_code_clip_norm=followed_steps.job_code_clip_norm if followed_steps is not None else None,
         first_forward_with_other_trained_parameters=first_forward_with_other_trained_parameters,
     )
@@ -186,7 +186,8 @@ def _find_model(
     """Find the model, and which of its parameters the job froze, on all ranks together.
 
     Returns the model's source, a checker of its weights, and the first forward in which the job trained other
-    parameters than before. The last is None if there is no such forward, or if this backend can change what it trains.
+    parameters than before. The third value is None if there is no such forward, or if this backend can change what it
+    trains.
     """
     source = find_model_source_on_all_ranks(spec, world)
     # A checker builds a model to list its parameters. To save this time, one checker serves here and for later choices.
@@ -318,8 +319,8 @@ def _explain_attention(probed: _KernelAndLayout, kernel_name: str, typed: ActorS
     machine_reason = (
         "the fastest of a ring's kernels that can be had here" if after.parallel.ring > 1 else "what a CPU has"
     )
-    # `choose_job_kernel` gives no reason for a ring. On a CPU it gives one only if the captures name a kernel that
-    # cannot be had here.
+    # These reasons are for a ring and for a CPU. For a ring `choose_job_kernel` gives none. On a CPU it gives one only
+    # if the captures name a kernel that cannot be had here. On CUDA it always gives one.
     default_reasons = {ChosenBy.JOB: "its captures name it", ChosenBy.MACHINE: machine_reason}
     why = probed.attention_reason or default_reasons.get(by, "")
     return ResolvedChoice(setting=ATTENTION, value=kernel_name, by=by, why=why)
@@ -337,6 +338,7 @@ def _explain_packing(packing: ResolvedChoice, actor: ActorSpec, layout: Layout) 
     by = ChosenBy.MODEL if packing.value != actor.packs else packing.by
     if by is ChosenBy.TYPED and not layout.why_unusual:
         return replace(packing, value=actor.packs, by=by, why="")
+    # A choice that the probe could change had no reason before it.
     why = packing.why or layout.why_unusual or ("its packed documents stay apart" if actor.packs else "")
     return replace(packing, value=actor.packs, by=by, why=why)
 
@@ -380,14 +382,16 @@ def _list_backend_and_optimizer_settings(actor: ActorSpec) -> Iterator[ResolvedC
                 why += " without an optimizer"
         yield ResolvedChoice(setting="actor.zero_stage", value=actor.resolved_zero_stage, by=by, why=why)
     declaration = OPTIMIZERS.get(actor.optimizer)
-    for setting in declaration.settings if declaration is not None else ():
-        # A setting without a command-line option has an empty `options`, and is not listed.
+    if declaration is None:
+        return
+    for setting in declaration.settings:
+        # A setting without a command-line option has no `options`, and is not listed. One with several has a value for
+        # each.
         value_or_values = setting.read_options(actor)
-        has_several = len(setting.options) > 1
-        values = value_or_values if has_several else [value_or_values] * len(setting.options)
-        for name, value in zip(setting.options, values, strict=True):
+        values = value_or_values if len(setting.options) > 1 else [value_or_values]
+        for name, value in zip(setting.options, values, strict=False):
             is_typed = getattr(actor, name) is not None
-            why = "" if is_typed or declaration is None else f"{declaration.packages[0]}'s, of {actor.optimizer}"
+            why = "" if is_typed else f"{declaration.packages[0]}'s, of {actor.optimizer}"
             by = ChosenBy.TYPED if is_typed else ChosenBy.DEFAULT
             yield ResolvedChoice(setting=f"actor.{name}", value=value, by=by, why=why)
 

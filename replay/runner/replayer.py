@@ -192,7 +192,7 @@ class Replayer:
         self._latest_inputs: PassInputs | None = None
         # True once a failed pass has left something in the backend that would spoil later passes.
         self._must_reopen = False
-        # True once the accumulation window has counted the latest pass.
+        # True once the accumulation window has counted the latest pass as one that succeeded.
         self._is_pass_counted = False
         self._random_draw_counter = RandomDrawCounter()
         self._objective = Objective.open(spec)
@@ -302,8 +302,8 @@ class Replayer:
             batch = select_loss_tokens(self.spec.measure.loss, add_model_positions(batch, self.model_source.config))
             record, replayed_pass = self._run_micro_batch(record, captured_call, recorded_pass, batch, extra_observers)
             # Adds how many random numbers the forward drew in the job and here, in the first pass whose generators
-            # began in the job's states and ended in other states than in the job. Draws from a CUDA generator are not
-            # counted.
+            # began in the job's states and ended in other states than in the job. Adds nothing if the job also had a
+            # CUDA generator.
             recorded_pass, replayed_pass = self._random_draw_counter.add_counts(
                 recorded_pass, replayed_pass, captured_call.random
             )

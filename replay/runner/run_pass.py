@@ -54,7 +54,8 @@ class WindowEnd(Enum):
 
     A window is the passes, of all data ranks, whose gradients are accumulated for one optimizer step. It is incomplete
     if one of its passes failed, or is not among the inputs; a window that the job itself made shorter is complete. The
-    job never had the gradient of an incomplete window, so this gradient is cleared without a norm and without a step.
+    job never had the gradient of an incomplete window, so this gradient is cleared without a step, and its norm is not
+    kept.
     """
 
     NONE = auto()
@@ -133,9 +134,10 @@ class PassOutcome:
                   0: the loop did not add the routers' loss
                   1: the loop added the routers' loss undivided
                   another number: the loop added the routers' loss, and then divided the sum. The factor is 1/4 if the
-                  loop divided the sum by 4, the number of passes that make a step
+                  loop divided the sum by 4, the number of passes that make a step. The rest of `loss` has this
+                  division already: it comes from the job's recorded gradient of the logits
                   nan: the loop gave no loss to `recorder.note`, or the loss that it gave does not tell the factor
-                  None: no routers' loss was added here, or it was added because the job's model itself added it
+                  None: no routers' loss was computed here, or it was added because the job's model itself added it
     """
 
     log_probs_BA: Tensor
@@ -320,8 +322,8 @@ def run_pass(
     loss. With a clock, all ranks then wait for the slowest, so that this wait does not count as time of the backward.
     The backward adds to the gradient of the window. A MEASURED step is a phase of the pass. Without a MEASURED step the
     window's end (norm, step if any, clearing) runs unmeasured, after the clock has stopped. At the end of an incomplete
-    window the gradients are only cleared. The observers have their turn before each phase, after the forward, after the
-    backward, before a measured step, and after the clock has stopped.
+    window there is no step, and the norm is not kept. The observers have their turn before each phase, after the
+    forward, after the backward, before a measured step, and after the clock has stopped.
 
     clock      measures the pass; None: the pass is not measured
     observers  look at the pass; the same ones in the same order on every rank

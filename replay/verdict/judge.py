@@ -162,8 +162,8 @@ def judge_without_causes(passes: Sequence[PassEvidence], settings: VerdictSettin
     unreduced_steps = find_unreduced_step_differences([recorded for _, recorded in indexed_passes])
     model_differences = [*settings.model_differences, *unreduced_steps]
     # Some optimizers, such as Muon, round each step to bf16, so after a step the weights of job and replay may differ
-    # by this rounding. The noise floors that `step_floors` has for passes after the first step do not hold then. They
-    # are dropped before the passes are compared.
+    # by this rounding. `settings.step_floors` has noise floors of each pass. Those of passes after the first step do
+    # not hold then, and are dropped before the passes are compared.
     settings = drop_floors_after_rounded_step(indexed_passes, replace(settings, model_differences=model_differences))
     compared_passes = _compare_passes(passes, settings)
     mixed_recordings = describe_mixed_recordings(
