@@ -524,6 +524,8 @@ class PassTrials:
                 feed=feed_as_captured(self.rows),
                 change=trial.change,
                 coarsens=trial.coarsens,
+                is_stated=trial.is_stated,
+                is_of_stated_code=trial.is_of_stated_code,
             )
             for trial in (
                 *list_code_trials(actor.model, self.settings.model_differences),
@@ -562,6 +564,8 @@ class PassTrials:
                     cause=trial.cause,
                     says=trial.says,
                     try_next=trial.try_next,
+                    is_stated=trial.is_stated,
+                    is_of_stated_code=trial.is_of_stated_code,
                 )
         return self._join(own)
 

@@ -15,7 +15,8 @@ from actor_init.declarations.attention.plain import SDPA_FORM
 from actor_init.model import find_blocks
 from capture.file_format.name_patterns import PatternTable
 from replay.verdict.causes.cause import CauseName
-from replay.verdict.model_facts import ModelDifference, ModelDifferenceKind
+from replay.verdict.causes.model_rules import COMPUTE_BUFFERS, choose_cause_name, describe_model_difference
+from replay.verdict.model_facts import ALL_ZEROS, ModelDifference, ModelDifferenceKind
 
 LORA_SCALES = "scaling"
 # Of the modules that the recording states to be other ones, so many are tried, and each trial costs a forward.
@@ -30,6 +31,8 @@ class ModelTrial:
 
     change   changes the model within a context
     coarsens the numbers are those of a coarser dtype
+    is_stated          the recording states the change itself
+    is_of_stated_code  it is a mistake of code that the recording states to be another one
     """
 
     name: str
@@ -38,6 +41,8 @@ class ModelTrial:
     try_next: str
     change: Callable[[PreTrainedModel], AbstractContextManager[None]]
     coarsens: bool = False
+    is_stated: bool = False
+    is_of_stated_code: bool = False
 
 
 def list_model_trials(
@@ -56,6 +61,7 @@ def list_model_trials(
     suspect_id   the token behind which the numbers are wrong, if there is one
     """
     has_sdpa = getattr(getattr(model, "config", None), "_attn_implementation", None) == SDPA_FORM.name
+    yield from _list_buffer_trials(model, differences)
     if suspect_id is not None:
         yield ModelTrial(
             name=f"embedding of token {suspect_id} zeroed",
@@ -87,6 +93,26 @@ def list_model_trials(
             )
     if any(_has_scales(module) for module in model.modules()):
         yield from _list_adapter_trials(_find_stated_scale(differences))
+
+
+def _list_buffer_trials(model: nn.Module, differences: Sequence[ModelDifference]) -> Iterator[ModelTrial]:
+    """Yield that the buffers are zeros which the recording states to be zeros in the job."""
+    zeros = [
+        difference
+        for difference in differences
+        if difference.kind is ModelDifferenceKind.BUFFER and difference.job == ALL_ZEROS
+    ]
+    patterns = PatternTable({difference.where: True for difference in zeros})
+    names = [name for name, _ in model.named_buffers() if patterns.find(name) is not None]
+    if names:
+        yield ModelTrial(
+            name="buffers of zeros",
+            cause=choose_cause_name(zeros[0], is_forward=True),
+            says=describe_model_difference(zeros[0]),
+            try_next=COMPUTE_BUFFERS,
+            change=partial(zero_buffers, names),
+            is_stated=True,
+        )
 
 
 def _list_dtype_trials(device_type: str) -> Iterator[ModelTrial]:
@@ -139,6 +165,7 @@ def _list_rounding_trials(
                 try_next=f"look for a cast in the code or the hooks of {where} in the job",
                 change=partial(_change_modules, modules[where], change),
                 coarsens=True,
+                is_of_stated_code=True,
             )
 
 
@@ -243,6 +270,20 @@ def zero_embedding(model: PreTrainedModel, token_id: int) -> Iterator[None]:
 
     with model.get_input_embeddings().register_forward_hook(zero_output):
         yield
+
+
+@contextmanager
+def zero_buffers(names: Sequence[str], model: nn.Module) -> Iterator[None]:
+    """Let these buffers be zeros within this context."""
+    buffers = {name: buffer for name, buffer in model.named_buffers() if name in names}
+    values = {name: buffer.clone() for name, buffer in buffers.items()}
+    try:
+        for buffer in buffers.values():
+            buffer.zero_()
+        yield
+    finally:
+        for name, buffer in buffers.items():
+            buffer.copy_(values[name])
 
 
 @contextmanager

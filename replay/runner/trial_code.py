@@ -49,7 +49,14 @@ def _make_trial(
     cause: CauseName,
     change: Callable[[PreTrainedModel], AbstractContextManager[None]],
 ) -> ModelTrial:
-    return ModelTrial(name=name, cause=cause, says=says, try_next=f"mend {where} in the job's code", change=change)
+    return ModelTrial(
+        name=name,
+        cause=cause,
+        says=says,
+        try_next=f"mend {where} in the job's code",
+        change=change,
+        is_of_stated_code=True,
+    )
 
 
 # Attention

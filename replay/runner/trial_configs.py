@@ -8,6 +8,7 @@ from transformers import PretrainedConfig
 
 from actor_init.model import find_model
 from actor_init.spec import ActorSpec
+from replay.verdict.causes.trial import OF_CONFIG
 
 # Of the job's settings each is tried by itself, if they are no more than these.
 MAX_SETTINGS = 3
@@ -52,7 +53,7 @@ def list_config_trials(
             f"{key} is {find_value(job_values, key)} in the job, {find_value(own_values, key)} here" for key in group
         )
         yield ConfigTrial(
-            name=f"config: {', '.join(group)}",
+            name=f"{OF_CONFIG}{', '.join(group)}",
             values=values,
             says=f"the config's {differences}",
             try_next=f"mend {' and '.join(group)} in the job's config, or replay with the job's config.json in --model",

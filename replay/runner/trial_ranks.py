@@ -18,6 +18,7 @@ class TrialForward:
     feed      None: these rows cannot tell the hypothesis, and the unchanged pass runs in its place
     change    None: the model stays as it is
     coarsens  the numbers are those of a coarser dtype
+    is_stated, is_of_stated_code  as in `TrialResult`
     """
 
     cause: CauseName
@@ -26,6 +27,8 @@ class TrialForward:
     feed: Feed | None
     change: ModelChange | None = None
     coarsens: bool = False
+    is_stated: bool = False
+    is_of_stated_code: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,6 +57,7 @@ class OwnTrial:
     says: str
     try_next: str
     is_stated: bool = False
+    is_of_stated_code: bool = False
     is_of_gradient: bool = False
 
 
@@ -85,6 +89,7 @@ def join_ranks(own: Mapping[str, OwnTrial], world: World, *, is_wrong: bool) -> 
                 gain=joined.gain,
                 num_values=joined.num_values,
                 is_stated=first.is_stated,
+                is_of_stated_code=first.is_of_stated_code,
                 is_of_gradient=first.is_of_gradient,
             )
         )

@@ -12,6 +12,7 @@ from capture.record.wrapper_facts import GRADIENT_SYNC
 from replay.tolerances.difference import roundoff
 from replay.verdict.model_facts import (
     ALL_PARAMETERS,
+    ALL_ZEROS,
     BUFFER_DTYPE,
     NOT_COMPUTED_ATTRIBUTES,
     OTHER_TEXT,
@@ -484,4 +485,4 @@ def _is_same_value(job: object, own: object) -> bool:
 
 
 def _format_values(buffer: Mapping[str, Any]) -> str:
-    return ", ".join(f"{value:.4g}" for value in buffer["values"])
+    return ", ".join(f"{value:.4g}" for value in buffer["values"]) if buffer["norm"] else ALL_ZEROS

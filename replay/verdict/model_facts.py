@@ -12,6 +12,8 @@ from typing import Any
 
 # The key of a buffer that has other values for its dtype alone.
 BUFFER_DTYPE = "dtype"
+# What a buffer has in the job that nothing computed, as its norm tells of all of its elements.
+ALL_ZEROS = "all zeros"
 # Attributes that no forward computes with: a model that resized its embedding may keep the number from before.
 NOT_COMPUTED_ATTRIBUTES = {"vocab_size"}
 # Names of outputs and tokens, and what fills weights that are read from files: no forward computes otherwise for them.

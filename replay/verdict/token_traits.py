@@ -433,6 +433,9 @@ def _read_row(
     bos_token_id = None if is_packed else special_tokens.bos_token_id
     eos_token_ids = frozenset[int]() if is_packed else special_tokens.eos_token_ids
     inner = tokens_T[after_lead : before_tail + 1].tolist() if eos_token_ids else []
+    # Without a mask padding on the left looks like tokens, and what begins the text stands behind it.
+    is_led_by_padding = int(tokens_T[0]) == special_tokens.pad_token_id or after_lead >= _MIN_PADDING
+    first_inner = after_lead + is_led_by_padding
     digest = hashlib.blake2b(tokens_T.contiguous().numpy().tobytes(), digest_size=8).digest()
     return RowTraits(
         digest=int.from_bytes(digest, "little") if len(tokens_T) >= _MIN_ROW_TOKENS else None,
@@ -443,7 +446,7 @@ def _read_row(
         ends_unlabelled=ends_unlabelled,
         num_inner_begins=0
         if bos_token_id is None
-        else int((tokens_T[after_lead : before_tail + 1] == bos_token_id).sum()),
+        else int((tokens_T[first_inner : before_tail + 1] == bos_token_id).sum()),
         num_inner_ends=sum(
             token in eos_token_ids and following not in eos_token_ids for token, following in pairwise(inner)
         ),

@@ -23,7 +23,7 @@ from replay.verdict.causes.evidence import CauseEvidence, CauseRule, name_time
 from replay.verdict.causes.wrong_gradient import find_wrong_gradient
 from replay.verdict.dropout_masks import JOB_IN_EVAL_MODE, MASKS
 from replay.verdict.findings import FindingStatus
-from replay.verdict.model_facts import BUFFER_DTYPE, OTHER_TEXT, ModelDifference, ModelDifferenceKind
+from replay.verdict.model_facts import ALL_ZEROS, BUFFER_DTYPE, OTHER_TEXT, ModelDifference, ModelDifferenceKind
 from replay.verdict.outcomes import Outcome, PassVerdict
 from replay.verdict.recorded_pass import MISSING_GRADIENT, MOVED, NOTED_LOSS, OPTIMIZER_STATE
 from replay.verdict.route_findings import ROUTES
@@ -72,6 +72,10 @@ GRADIENT_CODE_KINDS = (
     Kind.CLASS,
 )
 GRADIENT_KINDS = (*STATED_GRADIENT_KINDS, *GRADIENT_CODE_KINDS)
+COMPUTE_BUFFERS = (
+    "compute the model's buffers after meta init or to_empty(), as its constructor does on a real device: a checkpoint "
+    "has none of them"
+)
 # The key of a wrapper that leaves the ranks' gradients apart.
 GRADIENT_SYNC = "gradient sync"
 # What these state cannot be without effect on a forward.
@@ -142,6 +146,8 @@ def describe_model_difference(difference: ModelDifference) -> str:
             return f"the {difference.kind} is {job} in the job{ranks}, {own} here"
         case Kind.TIED | Kind.FROZEN:
             return f"{what}: {job} in the job{ranks}, {replay} here"
+        case Kind.BUFFER if job == ALL_ZEROS:
+            return f"the buffer {what} is all zeros in the job{ranks}, {replay} here: the job never computed it"
         case _:
             return f"the {difference.kind} {what} is {job} in the job{ranks}, {replay} here"
 
@@ -214,7 +220,9 @@ def _name_difference(
         name=choose_cause_name(chosen, is_forward=is_forward),
         sureness=sureness,
         sentence=f"{describe_model_difference(chosen)}, and the numbers differ {name_time(first)}{more}",
-        try_next="replay the job's own code with --model FILE.py:function, or take the change out of the job",
+        try_next=COMPUTE_BUFFERS
+        if chosen.kind is Kind.BUFFER and chosen.job == ALL_ZEROS
+        else "replay the job's own code with --model FILE.py:function, or take the change out of the job",
         explains=(*ALL_FINDINGS, ROUTES) if _is_of_wrong_router(evidence, chosen) else ALL_FINDINGS,
     )
 

@@ -13,6 +13,8 @@ from replay.verdict.causes.cause import CauseName
 from replay.verdict.findings import Finding, FindingStatus
 
 FORWARD_FINDINGS = (LOSS, LOG_PROBS, TOKEN_LOG_PROBS, ACTION_TOKENS, TOKENS_RMS)
+# What the names of trials of other settings of the config begin with.
+OF_CONFIG = "config: "
 # A number that is nearer than this share of its bound is as near as can be told.
 NEAREST_SHARE = 0.01
 # A trial that puts one number right may do so by chance, the likelier the more trials there are. Of hypotheses as far
@@ -36,6 +38,7 @@ class TrialResult:
     gain        how many times nearer to the job the farthest number is than without it; 0 where it does not agree
     num_values  how many of the job's numbers it puts right
     is_stated   the recording states the change itself: it is no guess
+    is_of_stated_code  it is a mistake of code that the recording states to be another one than the replay's
     is_of_gradient  it was held against the gradient of the job's logits
     """
 
@@ -47,6 +50,7 @@ class TrialResult:
     gain: AnyFloat = 0.0
     num_values: int = 0
     is_stated: bool = False
+    is_of_stated_code: bool = False
     is_of_gradient: bool = False
 
 

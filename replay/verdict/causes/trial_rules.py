@@ -6,9 +6,28 @@ from functools import partial
 from replay.tolerances.job_bounds import GRADIENT_QUANTITIES, STEPPED
 from replay.verdict.causes.cause import Cause, CauseName, Sureness
 from replay.verdict.causes.evidence import CauseEvidence, CauseRule
-from replay.verdict.causes.trial import FORWARD_FINDINGS, SURE_GAIN_A_TRIAL, TrialReport, TrialResult
+from replay.verdict.causes.model_rules import choose_cause_name, describe_model_difference
+from replay.verdict.causes.trial import FORWARD_FINDINGS, OF_CONFIG, SURE_GAIN_A_TRIAL, TrialReport, TrialResult
+from replay.verdict.model_facts import ModelDifference, ModelDifferenceKind
 from replay.verdict.recorded_pass import OPTIMIZER_STATE
 
+Kind = ModelDifferenceKind
+# What of the job's model may give the numbers that a guess gives, the surest first, and words in its name.
+RELATED_KINDS = (
+    Kind.BUFFER,
+    Kind.CONFIG,
+    Kind.ATTRIBUTE,
+    Kind.FUNCTION,
+    Kind.ATTENTION_FUNCTION,
+    Kind.FORWARD,
+    Kind.CLASS,
+)
+_ATTENTION_WORDS = ("attn", "attention", "mask", "causal", "sliding_window")
+RELATED_WORDS = {
+    CauseName.POSITIONS: ("rope", "rotary", "rotate", "position", "inv_freq", "wpe", "attn"),
+    CauseName.MASK: _ATTENTION_WORDS,
+    CauseName.DOCUMENTS_MEET: _ATTENTION_WORDS,
+}
 # What a wrong forward explains: its gradient is another one, too.
 EXPLAINED = (*FORWARD_FINDINGS, *GRADIENT_QUANTITIES, OPTIMIZER_STATE, STEPPED)
 # A trial that is so many times farther from the job than the best one is not told from rounding, and not named.
@@ -43,15 +62,43 @@ def find_by_trial(name: CauseName, evidence: CauseEvidence) -> Cause | None:
         return None
     if not (evidence.is_forward_wrong or own[0].is_of_gradient):
         return None
-    best = max(own, key=lambda result: result.gain)
+    # Of code that is known to be another one a mistake is likelier than of what nothing is known of.
+    best = max(own, key=lambda result: (result.is_of_stated_code, result.gain))
     others = "".join(f"; or {result.says}, which gives the same numbers" for result in agreeing if result is not best)
+    has_rival = len(own) < len(agreeing) or len({result.is_of_stated_code for result in agreeing}) > 1
+    known = _find_known_difference(best, evidence)
+    if known is not None:
+        others += f"; or {describe_model_difference(known)}, which may give them"
+    sureness = _choose_sureness(best, evidence.trials, has_rival=has_rival or known is not None)
     return Cause(
         name=name,
-        sureness=_choose_sureness(best, evidence.trials, has_rival=len(own) < len(agreeing)),
+        # What a buffer holds is at work in each pass, and the rule of model differences names it.
+        sureness=Sureness.MAY_BE if known is not None and known.kind is Kind.BUFFER else sureness,
         sentence=f"{best.says}{others} ({_name_passes(evidence.trials)}, run again)",
         try_next=best.try_next,
         explains=EXPLAINED,
     )
+
+
+def _find_known_difference(result: TrialResult, evidence: CauseEvidence) -> ModelDifference | None:
+    """Find what the recording states to be another one in the job, and what may give the numbers of this guess."""
+    words = RELATED_WORDS.get(result.cause, ())
+    if result.is_stated or result.is_of_stated_code or evidence.trials is None:
+        return None
+    # Settings of the config are tried themselves, where that is possible.
+    were_configs_tried = any(other.name.startswith(OF_CONFIG) for other in evidence.trials.results)
+    related = [
+        difference
+        for difference in evidence.settings.model_differences
+        if difference.kind in RELATED_KINDS
+        and not (difference.kind is Kind.CONFIG and were_configs_tried)
+        and any(word in f"{difference.where}.{difference.key}".lower() for word in words)
+        # A setting that says what the guess says is no rival of it.
+        and (
+            difference.kind is not Kind.ATTRIBUTE or choose_cause_name(difference, is_forward=True) is not result.cause
+        )
+    ]
+    return min(related, key=lambda difference: RELATED_KINDS.index(difference.kind), default=None)
 
 
 def _name_passes(report: TrialReport) -> str:

@@ -423,6 +423,22 @@ def test_rows_that_hold_several_texts_and_one_attention_are_said(are_parted: boo
     assert say_of(7) == say_of(None) == []
 
 
+@pytest.mark.parametrize(("width", "pad_token_id", "says"), [(5, None, False), (1, PAD, False), (1, None, True)])
+def test_what_begins_a_text_behind_padding_on_the_left_is_no_second_text(
+    width: int, pad_token_id: int | None, says: bool
+) -> None:
+    """Without a mask. One token of an id that does not pad may be the end of another text."""
+    begin, passes = 501, []
+    for number in range(3):
+        rows = make_rows([12, 12], seed=number)
+        rows.pop("attention_mask")
+        rows["input_ids"][:, :width], rows["input_ids"][:, width] = PAD, begin
+        special_tokens = SpecialTokens(bos_token_id=begin, pad_token_id=pad_token_id)
+        passes.append(make_pass(rows, number=number, special_tokens=special_tokens))
+    texts = [text for text in say(passes, pad_token_id=pad_token_id) if "which begins a text" in text]
+    assert [text.startswith(f"rows: token {begin}") for text in texts] == [True] * says
+
+
 @pytest.mark.parametrize(
     ("place", "is_parted", "says"),
     # The last column is the end of a row, and one before it begins the padding at the end.

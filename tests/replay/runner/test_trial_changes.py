@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 from replay.runner.trial_changes import list_model_trials
-from replay.verdict.model_facts import ModelDifference, ModelDifferenceKind
+from replay.verdict.causes.cause import CauseName
+from replay.verdict.model_facts import ALL_ZEROS, ModelDifference, ModelDifferenceKind
 
 
 class Adapted(nn.Module):
@@ -31,3 +32,21 @@ def test_the_stated_scale_of_an_adapter_is_tried_in_place_of_guesses(stated: str
             tried.append(model.scaling["default"])
     assert tried == scales
     assert model.scaling == {"default": 4.0}
+
+
+def test_buffers_that_are_zeros_in_the_job_are_tried_as_zeros() -> None:
+    model: Any = nn.Module()
+    model.rotary = nn.Module()
+    for name in ("inv_freq", "other"):
+        model.rotary.register_buffer(name, torch.ones(2), persistent=False)
+    differences = [
+        ModelDifference(kind=ModelDifferenceKind.BUFFER, where=f"rotary.{name}", job=job, replay="1, 1")
+        for name, job in (("inv_freq", ALL_ZEROS), ("other", "2, 2"))
+    ]
+    [trial] = list_model_trials(model, torch.ones(1, 2, 2), may_round=False, differences=differences)
+    assert (trial.cause, trial.is_stated) == (CauseName.POSITIONS, True)
+    assert trial.says == "the buffer rotary.inv_freq is all zeros in the job, 1, 1 here: the job never computed it"
+    with trial.change(model):
+        assert [model.rotary.inv_freq.tolist(), model.rotary.other.tolist()] == [[0, 0], [1, 1]]
+    assert model.rotary.inv_freq.tolist() == [1, 1]
+    assert not list(list_model_trials(model, torch.ones(1, 2, 2), may_round=False, differences=differences[1:]))

@@ -9,7 +9,7 @@ import pytest
 from capture.file_format.model_facts import ModelFacts
 from capture.file_format.optimizer_step import OptimizerStep
 from replay.verdict.model_comparison import OwnModel, OwnParameter, compare_models, find_unreduced_step_differences
-from replay.verdict.model_facts import ALL_PARAMETERS, ModelDifference, ModelDifferenceKind
+from replay.verdict.model_facts import ALL_PARAMETERS, ALL_ZEROS, ModelDifference, ModelDifferenceKind
 from replay.verdict.recorded_pass import RecordedPass, WeightComparison
 
 LLAMA = "transformers.models.llama.modeling_llama"
@@ -279,6 +279,10 @@ def test_a_buffer_may_be_rounded_to_its_dtype() -> None:
     other = {"values": [1.0, 0.0014], "norm": 1.0}
     assert say(change(JOB, "buffers", **{"rotary/inv_freq": other})) == [
         ("buffer", "rotary.inv_freq", "", "1, 0.0014", "1, 0.01")
+    ]
+    zeros = {"values": [0.0, 0.0], "norm": 0.0}
+    assert say(change(JOB, "buffers", **{"rotary/inv_freq": zeros})) == [
+        ("buffer", "rotary.inv_freq", "", ALL_ZEROS, "1, 0.01")
     ]
 
 

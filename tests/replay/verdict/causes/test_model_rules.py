@@ -11,6 +11,7 @@ from replay.tolerances.job_bounds import GRAD_NORM, GRADIENT, LOG_PROBS, LOSS, T
 from replay.verdict.causes.cause import CauseName, Sureness
 from replay.verdict.causes.model_rules import (
     ALL_FINDINGS,
+    COMPUTE_BUFFERS,
     GRADIENT_SYNC,
     choose_cause_name,
     describe_model_difference,
@@ -25,7 +26,7 @@ from replay.verdict.causes.table import find_causes
 from replay.verdict.causes.trial import TrialReport, TrialResult
 from replay.verdict.dropout_masks import JOB_IN_EVAL_MODE, MASKS
 from replay.verdict.findings import FindingStatus, judge_number
-from replay.verdict.model_facts import OTHER_TEXT, ModelDifference, ModelDifferenceKind
+from replay.verdict.model_facts import ALL_ZEROS, OTHER_TEXT, ModelDifference, ModelDifferenceKind
 from replay.verdict.outcomes import Outcome
 from replay.verdict.recorded_pass import NOTED_LOSS
 from replay.verdict.token_traits import TokenTraits
@@ -122,6 +123,14 @@ def test_rounded_frequencies_are_probably_the_cause() -> None:
     cause = find_causes(make_forward_evidence(LOSS, TOKEN_LOG_PROBS, model_differences=[rounded]))[0]
     assert (cause.name, cause.sureness) == (CauseName.POSITIONS, Sureness.PROBABLY)
     assert "the buffer dtype of model.rotary_emb.inv_freq is bfloat16 in the job, float32 here" in cause.sentence
+
+
+def test_a_buffer_of_zeros_was_never_computed() -> None:
+    zeros = differ(Kind.BUFFER, "model.rotary_emb.inv_freq", job=ALL_ZEROS)
+    cause = find_causes(make_forward_evidence(LOSS, TOKEN_LOG_PROBS, model_differences=[zeros]))[0]
+    assert (cause.name, cause.sureness) == (CauseName.POSITIONS, Sureness.IS)
+    assert "inv_freq is all zeros in the job, b here: the job never computed it" in cause.sentence
+    assert cause.try_next == COMPUTE_BUFFERS
 
 
 def test_a_setting_with_which_another_pass_has_the_jobs_numbers_is_hardly_the_cause() -> None:

@@ -21,7 +21,10 @@ from replay.verdict.causes.trial import (
 )
 from replay.verdict.causes.trial_rules import RULES
 from replay.verdict.findings import Finding, VerdictSettings, judge_number
+from replay.verdict.model_facts import ModelDifference, ModelDifferenceKind
 from replay.verdict.outcomes import Outcome, PassVerdict
+
+Kind = ModelDifferenceKind
 
 
 def find(
@@ -40,6 +43,7 @@ def make_result(
     gain: float = 1e5,
     num_values: int = 20,
     is_stated: bool = False,
+    is_of_stated_code: bool = False,
 ) -> TrialResult:
     return TrialResult(
         name=name,
@@ -50,6 +54,7 @@ def make_result(
         gain=gain if agrees else 0.0,
         num_values=num_values,
         is_stated=is_stated,
+        is_of_stated_code=is_of_stated_code,
     )
 
 
@@ -121,6 +126,50 @@ def test_what_the_recording_states_goes_before_guesses() -> None:
     stated = make_result("rope_theta", CauseName.POSITIONS, is_stated=True, gain=1e4)
 
     assert name_causes(make_result(gain=1e6), stated) == [(CauseName.POSITIONS, Sureness.IS)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "where", "key", "name", "sureness"),
+    [
+        (Kind.FUNCTION, "llama:apply_rotary_pos_emb", "", CauseName.POSITIONS, Sureness.PROBABLY),
+        (Kind.FORWARD, "model.layers.*.self_attn", "", CauseName.MASK, Sureness.PROBABLY),
+        (Kind.CONFIG, "sliding_window", "", CauseName.DOCUMENTS_MEET, Sureness.PROBABLY),
+        (Kind.BUFFER, "model.rotary_emb.inv_freq", "", CauseName.POSITIONS, Sureness.MAY_BE),
+        # What is computed elsewhere, and a setting that says the same.
+        (Kind.BUFFER, "model.rotary_emb.inv_freq", "", CauseName.MASK, Sureness.IS),
+        (Kind.FORWARD, "model.layers.*.mlp", "", CauseName.POSITIONS, Sureness.IS),
+        (Kind.ATTRIBUTE, "model.layers.*.self_attn", "is_causal", CauseName.MASK, Sureness.IS),
+        (Kind.HOOK, "model.layers.*.self_attn", "forward hook", CauseName.MASK, Sureness.IS),
+    ],
+)
+def test_a_guess_is_not_sure_beside_a_known_difference_that_may_give_its_numbers(
+    kind: ModelDifferenceKind, where: str, key: str, name: CauseName, sureness: Sureness
+) -> None:
+    known = ModelDifference(kind=kind, where=where, key=key, job="a", replay="b")
+    for result, expected in (
+        (make_result(cause=name), sureness),
+        (make_result(cause=name, is_stated=True), Sureness.IS),
+        (make_result(cause=name, is_of_stated_code=True), Sureness.IS),
+    ):
+        evidence = make_evidence(result)
+        evidence = replace(evidence, settings=replace(evidence.settings, model_differences=[known]))
+        [cause] = find_trial_causes(evidence)
+        assert (cause.name, cause.sureness) == (name, expected)
+        assert (", which may give them" in cause.sentence) is (expected is not Sureness.IS)
+
+
+def test_settings_of_the_config_that_were_tried_are_no_rival_of_a_guess() -> None:
+    known = ModelDifference(kind=Kind.CONFIG, where="sliding_window", job="4", replay="8")
+    evidence = make_evidence(make_result(), make_result("config: sliding_window", agrees=False))
+    [cause] = find_trial_causes(replace(evidence, settings=replace(evidence.settings, model_differences=[known])))
+    assert cause.sureness is Sureness.IS
+
+
+def test_a_mistake_of_code_that_is_another_one_goes_before_a_guess_and_is_not_sure() -> None:
+    rotation = make_result("nothing rotated", CauseName.POSITIONS, is_of_stated_code=True)
+    [cause] = find_trial_causes(make_evidence(make_result("all 0", CauseName.POSITIONS, gain=2e5), rotation))
+    assert cause.sureness is Sureness.PROBABLY
+    assert cause.sentence.startswith("the job does: nothing rotated; or the job does: all 0")
 
 
 @pytest.mark.parametrize(
