@@ -7,7 +7,7 @@ Which parameters are sampled:
 
 * in the first pass of a recording, which has a checkpoint's weights: up to NUM_IN_FIRST_PASS
 * in the first pass after each optimizer step: the next NUM_PER_STEP that are trained, of whose gradients the next step
-  keeps samples
+  keeps samples; and half as many that are frozen, up to NUM_PER_PASS
 * in each other pass: the next NUM_PER_PASS
 
 So a model of any size costs a job the same.
@@ -206,6 +206,7 @@ class ParameterSampler:
         # Those that have samples on this rank, and the next one of them in turn.
         self._sampled_slots: list[ParameterSlot] = []
         self._next_number = 0
+        self._next_frozen_number = 0
         # Those of whose gradients the next optimizer step keeps samples.
         self._step_slots: Sequence[ParameterSlot] = ()
         self._num_frozen = 0
@@ -227,12 +228,21 @@ class ParameterSampler:
         num_candidates = self.num_trained if self._num_frozen else len(self._sampled_slots)
         num_per_step = num_candidates if num_candidates <= NUM_IN_SMALL_MODEL else NUM_PER_STEP
         max_slots = NUM_IN_FIRST_PASS if is_first else num_per_step if begins_window else NUM_PER_PASS
-        slots = self._choose_next_slots(max_slots, only_trained=begins_window and not is_first)
+        follows_step = begins_window and not is_first
+        is_trained = True if follows_step else None
+        slots, self._next_number = self._choose_slots(self._next_number, max_slots, is_trained=is_trained)
         self._has_sampled = True
         if begins_window:
             self._has_begun_window, self._step_slots = True, slots
+        frozen_slots: Sequence[ParameterSlot] = ()
+        if follows_step and self._num_frozen:
+            # Fewer than the trained ones: whoever asks whether most weights moved behind a step counts these, too.
+            max_frozen = min(NUM_PER_PASS, -(-len(slots) // 2))
+            frozen_slots, self._next_frozen_number = self._choose_slots(
+                self._next_frozen_number, max_frozen, is_trained=False
+            )
         views = _SampleViews()
-        for slot in slots:
+        for slot in (*slots, *frozen_slots):
             if (weight := slot.get_local_weight()) is not None:
                 views.add(slot.name, slot.locate(slot.weight_location, weight), weight)
         return self._copy_samples(views) if views.tensors or self._left_out else None
@@ -373,17 +383,22 @@ class ParameterSampler:
         if (model := self._model()) is not None:
             self._num_frozen = len(list_frozen_names(model))
 
-    def _choose_next_slots(self, max_slots: int, *, only_trained: bool) -> Sequence[ParameterSlot]:
-        """Choose the next slots in turn; if `only_trained`, those of frozen parameters are passed over."""
+    def _choose_slots(
+        self, first: int, max_slots: int, *, is_trained: bool | None
+    ) -> tuple[Sequence[ParameterSlot], int]:
+        """Choose the next slots in turn, from the one of number `first` on; return also the number that comes then.
+
+        is_trained  choose those of trained parameters alone, or of frozen ones; None: of both
+        """
         slots: list[ParameterSlot] = []
         num_seen, num_in_all = 0, len(self._sampled_slots)
         while num_seen < num_in_all and len(slots) < max_slots:
-            slot = self._sampled_slots[(self._next_number + num_seen) % num_in_all]
+            slot = self._sampled_slots[(first + num_seen) % num_in_all]
             num_seen += 1
-            if not only_trained or ((parameter := slot.get_parameter()) is not None and parameter.requires_grad):
+            parameter = None if is_trained is None else slot.get_parameter()
+            if is_trained is None or (parameter is not None and parameter.requires_grad is is_trained):
                 slots.append(slot)
-        self._next_number = (self._next_number + num_seen) % max(num_in_all, 1)
-        return slots
+        return slots, (first + num_seen) % max(num_in_all, 1)
 
     def _copy_samples(self, views: "_SampleViews") -> RawSamples:
         return RawSamples(

@@ -9,7 +9,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from replay.tolerances.difference import roundoff
+from replay.tolerances.difference import relative_difference, roundoff
 from replay.tolerances.job_bounds import (
     GRADIENT,
     HIDING_BOUND,
@@ -20,6 +20,7 @@ from replay.tolerances.job_bounds import (
     UPDATE_FACTOR,
 )
 from replay.verdict.findings import ROUNDING_HIDES, Finding, FindingStatus, VerdictSettings, judge_number, list_dtypes
+from replay.verdict.frozen_weights import LEAST_CHANGE, FrozenChange, find_frozen_changes
 from replay.verdict.gradient_findings import ComparedPass
 from replay.verdict.gradient_samples import GradientSamples
 from replay.verdict.recorded_pass import SteppedSample
@@ -52,12 +53,14 @@ def compare_stepped_weights(
     Returns the finding of each step that could be compared, by its number from 0.
     """
     findings_by_step: dict[int, Finding] = {}
+    changes = find_frozen_changes(compared_passes, settings)
     for number, window in enumerate(steps):
         findings = window[-1].window_findings
         if any(not finding.agrees and finding.status is not FindingStatus.NOT_JUDGED for finding in findings):
             # The update follows from another gradient, or from other settings, and so do all later ones.
             return findings_by_step
-        if not any(finding.agrees and finding.is_evidence for finding in findings):
+        frozen = _judge_frozen(changes, window)
+        if frozen is None and not any(finding.agrees and finding.is_evidence for finding in findings):
             continue
         samples = [
             sample
@@ -66,6 +69,8 @@ def compare_stepped_weights(
             for sample in compared_pass.replayed.weights_before_pass
         ]
         finding = _compare(samples, window, settings)
+        if frozen is not None and (finding is None or finding.status is not FindingStatus.DIFFERS):
+            finding = frozen
         if finding is not None:
             findings_by_step[number] = finding
         if finding is not None and finding.status is FindingStatus.DIFFERS:
@@ -77,6 +82,24 @@ def _is_step_of_job(compared_pass: ComparedPass, window: Sequence[ComparedPass])
     """Had the job taken one step since the window's passes?"""
     before, after = window[0].recorded.num_steps_before, compared_pass.recorded.num_steps_before
     return before is not None and after == before + 1
+
+
+def _judge_frozen(changes: Sequence[FrozenChange], window: Sequence[ComparedPass]) -> Finding | None:
+    """Judge the frozen weights that are other ones behind this window's step; here they stay as they are."""
+    num_before = window[0].recorded.num_steps_before
+    of_step = [change for change in changes if num_before is not None and change.step_after == num_before + 1]
+    if not of_step:
+        return None
+    index, before, after = of_step[0].largest
+    return judge_number(
+        STEPPED,
+        after,
+        before,
+        difference=relative_difference(after, before),
+        bound=LEAST_CHANGE,
+        where=f"{of_step[0].name}, element {index}, frozen",
+        num_values=len(of_step),
+    )
 
 
 def _compare(

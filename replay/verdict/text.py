@@ -70,7 +70,8 @@ def format_weights(weights: WeightComparison) -> str:
         return weights.doubt or "this rank holds no samples of the job's sharded weights"
     doubt = "" if weights.doubt is None else f", but {weights.doubt}"
     num_parameters = pluralise(weights.num_parameters, "parameter")
-    return f"as the job's in {len(weights.compared)} of its {num_parameters}, sampled{doubt}"
+    until = ", until a step of the job gave other ones" if weights.differing else ""
+    return f"as the job's in {len(weights.compared)} of its {num_parameters}, sampled{until}{doubt}"
 
 
 def format_outcome(verdict: Verdict) -> str:

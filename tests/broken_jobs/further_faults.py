@@ -77,6 +77,12 @@ def cast_and_back(at_step: int) -> GradientPatch:
     return breaks
 
 
+def frozen_through_bf16(parameters: Parameters, _: At) -> None:
+    """What is frozen goes through bf16, as where it is pushed in place to an engine that generates."""
+    frozen = {name: parameter for name, parameter in parameters.items() if not parameter.requires_grad}
+    copy_into(frozen, {name: through_bf16(parameter.detach()) for name, parameter in frozen.items()})
+
+
 def frozen_after(step: int, names: str) -> GradientPatch:
     """From the next step on, the parameters whose names have `names` in them are not trained."""
 

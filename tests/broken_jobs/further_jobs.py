@@ -84,6 +84,8 @@ _BROKEN = [
         ("average-swapped-in", PLAIN, C.WEIGHTS_CHANGED,
          "the weights are their moving average after the second step, and training goes on from it", FOUR,
          Fault(after_step=g.average_swapped_in(1)), ADAMW),
+        ("frozen-weights-rounded", PLAIN, C.WEIGHTS_CHANGED, "after each step the frozen weights go through bf16",
+         Setup(frozen="mlp", num_steps=4), Fault(after_step=g.frozen_through_bf16), STEPPED),
         ("trainer-weights-reloaded", TRAINER, C.WEIGHTS_CHANGED,
          "after the third step the weights are those of after the first again", FOUR,
          Fault(after_step=g.reloaded(2, read_after=0)), ADAMW),

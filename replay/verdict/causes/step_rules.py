@@ -34,7 +34,7 @@ def find_other_state(evidence: CauseEvidence) -> Cause | None:
         return None
     recorded_passes = [compared.recorded for compared in evidence.passes]
     facts = find_facts_of_ranks(recorded_passes)
-    facts = [fact for fact in facts if _is_followed_by_wrong_number(evidence, fact.step)]
+    facts = [fact for fact in facts if is_followed_by_wrong_number(evidence, fact.step)]
     if evidence.settings.loaded_counts is not None:
         # The replay was given the state that the job began with.
         facts = [fact for fact in facts if fact.kind is not StateFactKind.BEGINS_WITH_STATE]
@@ -67,7 +67,7 @@ def find_other_state(evidence: CauseEvidence) -> Cause | None:
     return Cause(name=name, sureness=Sureness.IS, sentence=fact.describe(), try_next=try_next, explains=EXPLAINED)
 
 
-def _is_followed_by_wrong_number(evidence: CauseEvidence, step: int) -> bool:
+def is_followed_by_wrong_number(evidence: CauseEvidence, step: int) -> bool:
     """Tell whether the first wrong number of the run may come of this step of the job: none before it does."""
     first = evidence.first_wrong
     if first is None:

@@ -12,8 +12,10 @@ from replay.output.text import name_some, pluralise
 from replay.tolerances.difference import FP32_SPACING
 from replay.tolerances.job_bounds import STEPPED
 from replay.verdict.causes.cause import Cause, CauseName, Sureness
+from replay.verdict.causes.dtype_rules import HALVES, LEAST_VALUES
 from replay.verdict.causes.evidence import CauseEvidence, CauseRule, name_time
-from replay.verdict.causes.step_rules import EXPLAINED
+from replay.verdict.causes.step_rules import EXPLAINED, is_followed_by_wrong_number
+from replay.verdict.frozen_weights import FrozenChange, find_frozen_changes
 from replay.verdict.gradient_findings import list_steps
 from replay.verdict.outcomes import OTHER_WEIGHTS, Outcome, PassVerdict
 from replay.verdict.pass_windows import sum_loss_weights
@@ -94,6 +96,58 @@ def find_weights_of_earlier_step(evidence: CauseEvidence) -> Cause | None:
                     explains=(STEPPED, *EXPLAINED),
                 )
     return None
+
+
+def find_changed_frozen_weights(evidence: CauseEvidence) -> Cause | None:
+    """Name the frozen weights that the job changed: no step of an optimizer does that."""
+    changes = find_frozen_changes(evidence.passes, evidence.settings)
+    if not changes or not is_followed_by_wrong_number(evidence, changes[0].step_before):
+        return None
+    first = changes[0]
+    names = {sample.name for compared in evidence.passes for sample in compared.recorded.samples}
+    patterns = format_patterns(list(dict.fromkeys(change.name for change in changes)), sorted(names))
+    index, before, after = first.largest
+    is_same_step = first.step_after == first.step_before + 1
+    time = f"behind step {first.step_after}" if is_same_step else f"before step {first.step_after + 1}"
+    half = next((half for half in HALVES.values() if _are_rounded(changes, half)), None)
+    rounded = f"; most are values of {str(half).removeprefix('torch.')} now, and were not before" if half else ""
+    is_held = _may_hold_frozen_weights(evidence)
+    return Cause(
+        name=CauseName.WEIGHTS_CHANGED,
+        sureness=Sureness.PROBABLY if is_held and not rounded else Sureness.IS,
+        sentence=f"frozen weights of the job are other ones {time}: {name_some(patterns, 3)} (element {index} of "
+        f"{first.name} was {before:.7g}, and is {after:.7g}){rounded}",
+        try_next="merge, cast and push a copy: an adapter that is merged and unmerged in place leaves its rounding"
+        if rounded
+        else "look for what merges, loads or averages weights in place"
+        + (", or for gradients of 0 with which the optimizer decays them" if is_held else ""),
+        explains=(STEPPED, *EXPLAINED),
+    )
+
+
+def _are_rounded(changes: Sequence[FrozenChange], half: torch.dtype) -> bool:
+    """Tell whether most of these samples are of values of a 16-bit dtype behind the change, and were not before.
+
+    An adapter that is unmerged from rounded weights leaves others, so not all of them need to be.
+    """
+
+    def is_of_half(values: Sequence[float]) -> bool:
+        numbers = torch.tensor(values, dtype=torch.float64)
+        return torch.equal(numbers.to(half).double(), numbers)
+
+    rounded = [change for change in changes if is_of_half(change.after) and not is_of_half(change.before)]
+    return 2 * len(rounded) > len(changes) and sum(len(change.after) for change in rounded) >= LEAST_VALUES
+
+
+def _may_hold_frozen_weights(evidence: CauseEvidence) -> bool:
+    """Tell whether the job's optimizer may hold more than the parameters that are trained."""
+    for compared in evidence.passes:
+        step, recorded = compared.recorded.step_after, compared.recorded
+        if step is not None:
+            num_held = sum(group["num_parameters"] for group in step.settings)
+            if not num_held or num_held > recorded.weight_comparison.num_parameters - recorded.num_frozen:
+                return True
+    return False
 
 
 def _collect_samples(evidence: CauseEvidence) -> Mapping[int, Mapping[int, Samples]]:
@@ -338,7 +392,8 @@ def _split_still(evidence: CauseEvidence, verdict: PassVerdict) -> tuple[set[str
                 moved.add(sample.name)
             elif is_behind and all(replay != initial for _, replay, initial in triples):
                 still.add(sample.name)
-            if is_behind:
+            # What is frozen is still here, too.
+            if is_behind and any(job != initial or replay != initial for job, replay, initial in triples):
                 names.add(sample.name)
     return still - moved, names
 
@@ -357,6 +412,13 @@ RULES = (
         means="the job's weights went back to those of an earlier step",
         told_by="samples of the weights before each step",
         job="trainer-weights-reloaded",
+    ),
+    CauseRule(
+        name=CauseName.WEIGHTS_CHANGED,
+        find=find_changed_frozen_weights,
+        means="frozen weights are other ones behind a step",
+        told_by="samples of frozen weights behind each step",
+        job="frozen-weights-rounded",
     ),
 )
 STEP_RULES = (

@@ -85,6 +85,24 @@ def test_a_large_model_is_sampled_in_turns(tmp_path: Path) -> None:
     assert {sample.name for samples in others for sample in samples.samples} == names
 
 
+def test_frozen_parameters_are_sampled_anew_behind_steps_in_turns(tmp_path: Path) -> None:
+    model = Model(num_layers=10)
+    for layer in model.layers[:7]:
+        layer.requires_grad_(False)
+    frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
+    optimizer = torch.optim.SGD([parameter for parameter in model.parameters() if parameter.requires_grad], lr=0.0)
+    with recording(model, tmp_path, reproduce=True):
+        for _ in range(5):
+            model(IDS_BS).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    first, *others = [{sample.name for sample in found.samples} for found in read_weight_samples(tmp_path) if found]
+    assert len(first) == len(others[0] - frozen) + len(frozen) == 21
+    # Fewer than those that are trained.
+    assert [len(names & frozen) for names in others] == [4, 4, 4, 4]
+    assert frozen == set().union(*others) & frozen
+
+
 def test_a_model_that_the_job_lets_go_is_freed() -> None:
     model = Model()
     sampler = ParameterSampler(model)

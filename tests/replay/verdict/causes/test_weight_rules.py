@@ -12,7 +12,12 @@ from capture.file_format.optimizer_step import Sample
 from replay.tolerances.job_bounds import LOSS, STEPPED
 from replay.verdict.causes.cause import Cause, CauseName, Sureness
 from replay.verdict.causes.table import find_causes
-from replay.verdict.causes.weight_rules import find_other_update, find_other_weights, find_weights_of_earlier_step
+from replay.verdict.causes.weight_rules import (
+    find_changed_frozen_weights,
+    find_other_update,
+    find_other_weights,
+    find_weights_of_earlier_step,
+)
 from replay.verdict.outcomes import OTHER_WEIGHTS, Outcome
 from replay.verdict.recorded_pass import DifferingElement, SteppedSample, WeightComparison
 from tests.replay.verdict.causes.made_evidence import (
@@ -61,6 +66,51 @@ def test_weights_that_stayed_while_others_moved_did_not_come_back() -> None:
         ]
         passes.append(replace(compared, recorded=replace(compared.recorded, samples=samples)))
     assert find_weights_of_earlier_step(replace(make_forward_evidence(LOSS), passes=passes)) is None
+
+
+def find_cause_of_frozen(after: float, num_held: int, wrong: int = 1) -> Cause | None:
+    """The cause where sixteen elements of each of two frozen parameters are this behind the first step.
+
+    num_held  parameters in the job's optimizer, of which seven are trained
+    wrong     the pass that is the first one to be wrong
+    """
+    gradients = draw_gradients()
+    passes = []
+    for index, value in enumerate((0.7501, after)):
+        [compared] = make_window([gradients], gradients, index=index)
+        assert compared.recorded.step_after is not None
+        weights = replace(compared.recorded.weight_comparison, num_parameters=9)
+        samples = [
+            Sample(name=name, dtype="float32", shape=(16,), start=0, values=(value,) * 16) for name in ("ma", "mb")
+        ]
+        step = replace(compared.recorded.step_after, settings=({"num_parameters": num_held},))
+        recorded = replace(compared.recorded, samples=samples, num_frozen=2, weight_comparison=weights, step_after=step)
+        passes.append(replace(compared, recorded=recorded))
+    evidence = make_forward_evidence(LOSS)
+    verdicts = [replace(evidence.verdicts[0], index=wrong)]
+    return find_changed_frozen_weights(replace(evidence, passes=passes, verdicts=verdicts))
+
+
+@pytest.mark.parametrize(
+    ("after", "num_held", "sureness", "says"),
+    [
+        (0.75, 9, Sureness.IS, "; most are values of bfloat16 now, and were not before"),
+        (0.7502, 7, Sureness.IS, "(element 0 of ma was 0.7501, and is 0.7502)"),
+        # It may have decayed them by gradients of 0.
+        (0.7502, 9, Sureness.PROBABLY, "(element 0 of ma was 0.7501, and is 0.7502)"),
+    ],
+)
+def test_frozen_weights_that_changed_are_named(after: float, num_held: int, sureness: Sureness, says: str) -> None:
+    cause = find_cause_of_frozen(after, num_held)
+    assert cause is not None
+    assert (cause.name, cause.sureness) == (CauseName.WEIGHTS_CHANGED, sureness)
+    assert cause.sentence.startswith("frozen weights of the job are other ones behind step 1: ma, mb (")
+    assert cause.sentence.endswith(says)
+
+
+def test_frozen_weights_that_stay_or_change_after_the_first_wrong_pass_are_no_cause() -> None:
+    assert find_cause_of_frozen(0.7501, 7) is None
+    assert find_cause_of_frozen(0.75, 7, wrong=0) is None
 
 
 @pytest.mark.parametrize(
