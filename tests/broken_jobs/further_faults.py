@@ -56,6 +56,15 @@ def optimizer_of_frozen_parameters() -> Fault:
     return Fault(model=collect, optimizer=give)
 
 
+def loaded_on_rank_0_alone(wrapped: Any) -> None:
+    """The last rank keeps the weights that it drew: DDP has given all ranks rank 0's before these were loaded."""
+    if dist.get_rank() == dist.get_world_size() - 1:
+        draws = torch.Generator().manual_seed(1)
+        with torch.no_grad():
+            for parameter in wrapped.parameters():
+                parameter.add_(torch.randn(parameter.shape, generator=draws), alpha=0.05)
+
+
 def setting_of_last_rank(name: str, value: Any) -> Any:
     """One setting of the optimizer is another one on the last rank."""
 

@@ -86,6 +86,8 @@ _BROKEN = [
          Fault(after_step=g.average_swapped_in(1)), ADAMW),
         ("frozen-weights-rounded", PLAIN, C.WEIGHTS_CHANGED, "after each step the frozen weights go through bf16",
          Setup(frozen="mlp", num_steps=4), Fault(after_step=g.frozen_through_bf16), STEPPED),
+        ("ddp-loaded-on-one-rank", DDP, C.OTHER_WEIGHTS, "weights are loaded on rank 0 alone, inside of the wrapper",
+         FOUR, Fault(wrapped=g.loaded_on_rank_0_alone), STEPPED),
         ("trainer-weights-reloaded", TRAINER, C.WEIGHTS_CHANGED,
          "after the third step the weights are those of after the first again", FOUR,
          Fault(after_step=g.reloaded(2, read_after=0)), ADAMW),

@@ -69,6 +69,39 @@ def find_other_weights(evidence: CauseEvidence) -> Cause | None:
     )
 
 
+def find_ranks_with_other_weights(evidence: CauseEvidence) -> Cause | None:
+    """Name a rank of the job that began with other weights than the first one, though each holds a whole model."""
+    whole = [
+        compared.recorded
+        for compared in evidence.passes
+        if compared.recorded.num_steps_before is not None and not compared.recorded.weight_comparison.is_sharded
+    ]
+    if not any(verdict.reason == OTHER_WEIGHTS for verdict in evidence.verdicts):
+        return None
+    first = min((recorded.num_steps_before or 0 for recorded in whole), default=0)
+    seen: dict[tuple[str, str, int], tuple[int | None, Sequence[float]]] = {}
+    for recorded in whole:
+        for sample in recorded.samples if recorded.num_steps_before == first else ():
+            rank, values = seen.setdefault((sample.name, sample.dtype, sample.start), (recorded.rank, sample.values))
+            places = [
+                place for place, pair in enumerate(zip(values, sample.values, strict=False)) if pair[0] != pair[1]
+            ]
+            if rank == recorded.rank or not places:
+                continue
+            place = places[0]
+            return Cause(
+                name=CauseName.OTHER_WEIGHTS,
+                # Ranks that share experts have others under the same names.
+                sureness=Sureness.PROBABLY if evidence.settings.is_mixture else Sureness.IS,
+                sentence=f"the job's ranks train other models: rank {recorded.rank} does not begin with the weights of "
+                f"rank {rank}: element {sample.start + place} of {sample.name} is {values[place]:.6g} on rank {rank}, "
+                f"{sample.values[place]:.6g} on rank {recorded.rank}, before step {first + 1}",
+                try_next="load weights before the model is wrapped in DDP, which gives all ranks rank 0's, or on all "
+                "ranks",
+            )
+    return None
+
+
 def find_weights_of_earlier_step(evidence: CauseEvidence) -> Cause | None:
     """Tell that the job went back to weights that it had before: they were loaded again in the midst of training."""
     if evidence.first_wrong is None:
@@ -405,6 +438,13 @@ RULES = (
         means="the replay does not run on the weights that the job had",
         told_by="samples of the weights in the capture",
         job="still-one-weight",
+    ),
+    CauseRule(
+        name=CauseName.OTHER_WEIGHTS,
+        find=find_ranks_with_other_weights,
+        means="ranks that hold whole models began with other weights",
+        told_by="samples of the weights on each rank",
+        job="ddp-loaded-on-one-rank",
     ),
     CauseRule(
         name=CauseName.WEIGHTS_CHANGED,

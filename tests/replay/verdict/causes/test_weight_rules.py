@@ -16,6 +16,7 @@ from replay.verdict.causes.weight_rules import (
     find_changed_frozen_weights,
     find_other_update,
     find_other_weights,
+    find_ranks_with_other_weights,
     find_weights_of_earlier_step,
 )
 from replay.verdict.outcomes import OTHER_WEIGHTS, Outcome
@@ -66,6 +67,27 @@ def test_weights_that_stayed_while_others_moved_did_not_come_back() -> None:
         ]
         passes.append(replace(compared, recorded=replace(compared.recorded, samples=samples)))
     assert find_weights_of_earlier_step(replace(make_forward_evidence(LOSS), passes=passes)) is None
+
+
+@pytest.mark.parametrize(
+    ("values", "reason", "is_found"),
+    [((0.5, 0.25), OTHER_WEIGHTS, True), ((0.5, 0.5), OTHER_WEIGHTS, False), ((0.5, 0.25), None, False)],
+)
+def test_a_rank_that_begins_with_other_weights_is_named(
+    values: Sequence[float], reason: str | None, is_found: bool
+) -> None:
+    gradients = draw_gradients()
+    passes = []
+    for value, compared in zip(values, make_window([gradients, gradients], gradients), strict=True):
+        sample = Sample(name="a", dtype="float32", shape=(4,), start=2, values=(1.0, value))
+        passes.append(replace(compared, recorded=replace(compared.recorded, samples=[sample])))
+    evidence = make_forward_evidence(LOSS)
+    verdict = replace(evidence.verdicts[0], outcome=Outcome.CANNOT_TELL, reason=reason)
+    cause = find_ranks_with_other_weights(replace(evidence, passes=passes, verdicts=[verdict]))
+    assert (cause is not None) is is_found
+    if cause is not None:
+        assert (cause.name, cause.sureness) == (CauseName.OTHER_WEIGHTS, Sureness.IS)
+        assert "element 3 of a is 0.5 on rank 0, 0.25 on rank 1, before step 1" in cause.sentence
 
 
 def find_cause_of_frozen(after: float, num_held: int, wrong: int = 1) -> Cause | None:
