@@ -34,11 +34,20 @@ from replay.tolerances.job_bounds import (
     name_signature_floor,
 )
 from replay.verdict.model_facts import ModelDifference
-from replay.verdict.recorded_pass import MOVED, OPTIMIZER, WEIGHTING, Claim, RecordedPass, ReplayedPass
+from replay.verdict.recorded_pass import (
+    MOVED,
+    OPTIMIZER,
+    WEIGHTING,
+    WEIGHTS_OF_RANKS,
+    Claim,
+    RecordedPass,
+    ReplayedPass,
+)
 
 MAX_LISTED_SHARES = 8
 ROUNDING_HIDES = "rounding hides it"
 RANKS_DIFFER = "the ranks' optimizers have other settings in"
+OTHER_WEIGHTS_OF_RANKS = "no replay begins with the weights of several ranks at once"
 SETTINGS_OF_RANKS = "no replay takes a step with several settings at once"
 
 
@@ -330,6 +339,18 @@ def report_settings_of_ranks(number: int, difference: str) -> Finding:
         doubt=SETTINGS_OF_RANKS,
         is_evidence=False,
         values_as_text=f"{RANKS_DIFFER} step {number + 1}: {difference}",
+    )
+
+
+def report_weights_of_ranks(difference: str) -> Finding:
+    """Report that the job's ranks, which hold whole models, began with weights of their own."""
+    return Finding(
+        name=WEIGHTS_OF_RANKS,
+        status=FindingStatus.UNSETTLED,
+        recorded=math.nan,
+        doubt=OTHER_WEIGHTS_OF_RANKS,
+        is_evidence=False,
+        values_as_text=difference,
     )
 
 

@@ -5,7 +5,14 @@ from dataclasses import replace
 
 from replay.tolerances.difference import UNIT_ROUNDOFF, is_coarse, roundoff
 from replay.verdict.dropout_masks import PROVEN_MASKS, MaskStatus, is_about_masks
-from replay.verdict.findings import ROUNDING_HIDES, SETTINGS_OF_RANKS, FindingStatus, VerdictSettings, list_dtypes
+from replay.verdict.findings import (
+    OTHER_WEIGHTS_OF_RANKS,
+    ROUNDING_HIDES,
+    SETTINGS_OF_RANKS,
+    FindingStatus,
+    VerdictSettings,
+    list_dtypes,
+)
 from replay.verdict.gradient_findings import ComparedPass
 from replay.verdict.outcomes import (
     FAILED,
@@ -20,6 +27,7 @@ from replay.verdict.pass_weights import (
     find_miscounted_steps,
     find_settings_of_ranks,
     find_unmoved_weights,
+    find_weights_of_ranks,
     merge_comparisons,
 )
 from replay.verdict.pass_windows import group_into_windows
@@ -85,8 +93,8 @@ def _decide_outcome(
     REPRODUCED   a number agrees and is evidence
     CANNOT TELL  nothing that was recorded is evidence
 
-    After steps that nobody asked for, CANNOT TELL stands in place of UNSETTLED, but for settings that are not the same
-    on all ranks of the job: no step of the replay has a part in that.
+    After steps that nobody asked for, CANNOT TELL stands in place of UNSETTLED, but for settings or first weights that
+    are not the same on all ranks of the job: no step of the replay has a part in that.
 
     replay_draws_job_masks  some pass has shown that the replay draws the job's dropout masks
 
@@ -95,6 +103,8 @@ def _decide_outcome(
     findings, weights, recorded = compared_pass.findings, compared_pass.weight_comparison, compared_pass.recorded
     if compared_pass.record.error is not None:
         return Outcome.CANNOT_TELL, FAILED
+    if any(finding.doubt == OTHER_WEIGHTS_OF_RANKS for finding in findings):
+        return Outcome.UNSETTLED, OTHER_WEIGHTS_OF_RANKS
     if weights.differing:
         return Outcome.CANNOT_TELL, OTHER_WEIGHTS
     if not findings:
@@ -234,6 +244,7 @@ def _judge_window(
         *find_unmoved_weights(window, compared_passes, settings),
         *find_miscounted_steps(window, compared_passes, settings),
         *find_settings_of_ranks(window),
+        *find_weights_of_ranks(window, compared_passes, settings),
     ]
     if not findings:
         return None

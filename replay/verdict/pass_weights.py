@@ -18,6 +18,7 @@ from replay.verdict.findings import (
     report_miscounted_steps,
     report_settings_of_ranks,
     report_unmoved_weights,
+    report_weights_of_ranks,
 )
 from replay.verdict.gradient_findings import (
     ComparedPass,
@@ -27,6 +28,7 @@ from replay.verdict.gradient_findings import (
 from replay.verdict.optimizer_comparison import describe_difference_of_ranks, find_step_dtype
 from replay.verdict.optimizer_facts import read_step_count
 from replay.verdict.pass_windows import group_into_windows
+from replay.verdict.rank_weights import find_ranks_that_began_apart
 from replay.verdict.recorded_pass import RecordedPass, WeightComparison
 from replay.verdict.stepped_weights import compare_stepped_weights
 from replay.verdict.weight_movement import did_any_move
@@ -310,6 +312,18 @@ def find_settings_of_ranks(window: Sequence[ComparedPass]) -> list[Finding]:
     by_rank = [(rank, step) for rank, step in steps.items() if rank is not None and step is not None]
     difference = describe_difference_of_ranks(by_rank)
     return [] if difference is None else [report_settings_of_ranks(by_rank[0][1].number, difference)]
+
+
+def find_weights_of_ranks(
+    window: Sequence[ComparedPass], compared_passes: Sequence[ComparedPass], settings: VerdictSettings
+) -> list[Finding]:
+    """Report before their first step that ranks which hold whole models began with weights of their own."""
+    # Ranks that share experts have others under the same names.
+    if settings.is_mixture or not any(compared.weight_comparison.differing for compared in window):
+        return []
+    difference = find_ranks_that_began_apart(compared.recorded for compared in compared_passes)
+    is_first = difference is not None and window[0].recorded.num_steps_before == difference.step
+    return [report_weights_of_ranks(difference.describe())] if difference is not None and is_first else []
 
 
 def _merge_samples_at(compared_passes: Sequence[ComparedPass], num_steps: int) -> WeightComparison:

@@ -37,7 +37,7 @@ from replay.verdict.token_traits import TokenTraits, read_token_traits
 from replay.verdict.tried_losses import TriedLosses
 
 MOVED, OPTIMIZER, OPTIMIZER_STATE = "weights after a step", "optimizer settings", "optimizer state"
-WEIGHTING = "weighting of passes"
+WEIGHTING, WEIGHTS_OF_RANKS = "weighting of passes", "weights of the ranks"
 MISSING_GRADIENT = "gradient"
 # The output of a capture that holds the row and the column of each of its `token_log_probs`, in one list.
 TOKEN_POSITIONS_KEY = "token_log_probs_places"

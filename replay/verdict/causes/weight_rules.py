@@ -19,7 +19,8 @@ from replay.verdict.frozen_weights import FrozenChange, find_frozen_changes
 from replay.verdict.gradient_findings import list_steps
 from replay.verdict.outcomes import OTHER_WEIGHTS, Outcome, PassVerdict
 from replay.verdict.pass_windows import sum_loss_weights
-from replay.verdict.recorded_pass import SteppedSample
+from replay.verdict.rank_weights import find_ranks_that_began_apart
+from replay.verdict.recorded_pass import WEIGHTS_OF_RANKS, SteppedSample
 from replay.verdict.stepped_weights import measure_drift
 from replay.verdict.weight_movement import Samples, did_come_back
 
@@ -71,35 +72,19 @@ def find_other_weights(evidence: CauseEvidence) -> Cause | None:
 
 def find_ranks_with_other_weights(evidence: CauseEvidence) -> Cause | None:
     """Name a rank of the job that began with other weights than the first one, though each holds a whole model."""
-    whole = [
-        compared.recorded
-        for compared in evidence.passes
-        if compared.recorded.num_steps_before is not None and not compared.recorded.weight_comparison.is_sharded
-    ]
-    if not any(verdict.reason == OTHER_WEIGHTS for verdict in evidence.verdicts):
+    difference = find_ranks_that_began_apart(compared.recorded for compared in evidence.passes)
+    if difference is None or not any(compared.weight_comparison.differing for compared in evidence.passes):
         return None
-    first = min((recorded.num_steps_before or 0 for recorded in whole), default=0)
-    seen: dict[tuple[str, str, int], tuple[int | None, Sequence[float]]] = {}
-    for recorded in whole:
-        for sample in recorded.samples if recorded.num_steps_before == first else ():
-            rank, values = seen.setdefault((sample.name, sample.dtype, sample.start), (recorded.rank, sample.values))
-            places = [
-                place for place, pair in enumerate(zip(values, sample.values, strict=False)) if pair[0] != pair[1]
-            ]
-            if rank == recorded.rank or not places:
-                continue
-            place = places[0]
-            return Cause(
-                name=CauseName.OTHER_WEIGHTS,
-                # Ranks that share experts have others under the same names.
-                sureness=Sureness.PROBABLY if evidence.settings.is_mixture else Sureness.IS,
-                sentence=f"the job's ranks train other models: rank {recorded.rank} does not begin with the weights of "
-                f"rank {rank}: element {sample.start + place} of {sample.name} is {values[place]:.6g} on rank {rank}, "
-                f"{sample.values[place]:.6g} on rank {recorded.rank}, before step {first + 1}",
-                try_next="load weights before the model is wrapped in DDP, which gives all ranks rank 0's, or on all "
-                "ranks",
-            )
-    return None
+    first, other = difference.ranks
+    return Cause(
+        name=CauseName.OTHER_WEIGHTS,
+        # Ranks that share experts have others under the same names.
+        sureness=Sureness.PROBABLY if evidence.settings.is_mixture else Sureness.IS,
+        sentence=f"the job's ranks train other models: rank {other} does not begin with the weights of rank {first}: "
+        f"{difference.describe()}",
+        try_next="load weights before the model is wrapped in DDP, which gives all ranks rank 0's, or on all ranks",
+        explains=(WEIGHTS_OF_RANKS, STEPPED, *EXPLAINED),
+    )
 
 
 def find_weights_of_earlier_step(evidence: CauseEvidence) -> Cause | None:

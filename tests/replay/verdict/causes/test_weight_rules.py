@@ -20,8 +20,10 @@ from replay.verdict.causes.weight_rules import (
     find_weights_of_earlier_step,
 )
 from replay.verdict.outcomes import OTHER_WEIGHTS, Outcome
+from replay.verdict.pass_weights import find_weights_of_ranks
 from replay.verdict.recorded_pass import DifferingElement, SteppedSample, WeightComparison
 from tests.replay.verdict.causes.made_evidence import (
+    SETTINGS,
     draw_gradients,
     make_forward_evidence,
     make_gradient_evidence,
@@ -70,20 +72,22 @@ def test_weights_that_stayed_while_others_moved_did_not_come_back() -> None:
 
 
 @pytest.mark.parametrize(
-    ("values", "reason", "is_found"),
-    [((0.5, 0.25), OTHER_WEIGHTS, True), ((0.5, 0.5), OTHER_WEIGHTS, False), ((0.5, 0.25), None, False)],
+    ("values", "differing", "is_found"),
+    [((0.5, 0.25), ("a",), True), ((0.5, 0.5), ("a",), False), ((0.5, 0.25), (), False)],
 )
 def test_a_rank_that_begins_with_other_weights_is_named(
-    values: Sequence[float], reason: str | None, is_found: bool
+    values: Sequence[float], differing: tuple[str, ...], is_found: bool
 ) -> None:
     gradients = draw_gradients()
     passes = []
     for value, compared in zip(values, make_window([gradients, gradients], gradients), strict=True):
         sample = Sample(name="a", dtype="float32", shape=(4,), start=2, values=(1.0, value))
-        passes.append(replace(compared, recorded=replace(compared.recorded, samples=[sample])))
-    evidence = make_forward_evidence(LOSS)
-    verdict = replace(evidence.verdicts[0], outcome=Outcome.CANNOT_TELL, reason=reason)
-    cause = find_ranks_with_other_weights(replace(evidence, passes=passes, verdicts=[verdict]))
+        weights = WeightComparison(compared=("a",), differing=differing)
+        recorded = replace(compared.recorded, samples=[sample])
+        passes.append(replace(compared, recorded=recorded, weight_comparison=weights))
+    cause = find_ranks_with_other_weights(replace(make_forward_evidence(LOSS), passes=passes))
+    [*findings] = find_weights_of_ranks(passes, passes, SETTINGS)
+    assert len(findings) == is_found
     assert (cause is not None) is is_found
     if cause is not None:
         assert (cause.name, cause.sureness) == (CauseName.OTHER_WEIGHTS, Sureness.IS)
