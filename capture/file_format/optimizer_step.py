@@ -125,7 +125,7 @@ class OptimizerStep:
     grad_norm         global norm before clipping, where the job computed one
     is_part_of_norm   `grad_norm` is that of this rank's shards: the squares of all ranks add up
     max_norm          norm that the job clipped to
-    unapplied_norm    norm that it was to clip to when none of the parameters had a gradient
+    unapplied_norm    norm that it was to clip to when none of the parameters had a gradient, or it was given none
     num_clipped       number of parameters that were clipped by that norm; None: all
     is_unclipped      False: some clipping was not seen or came before the last pass, so `gradients` may be shorter
     clips_early       True: gradients were clipped, with a limit, before the last of these passes

@@ -147,6 +147,8 @@ class StepWindow:
         self._clipping: _Clipping | None = None
         # The limit of a clipping that found no gradient.
         self._unapplied_norm: float | None = None
+        # The limit of one that was given no parameter, as a generator that something else has used up.
+        self._norm_without_parameters: float | None = None
         self._was_clipped_before_last_pass = False
         self._clips_otherwise = False
         # Behind which pass each clipping came, -1 if it was not of all gradients; its norm's order, and its limit.
@@ -214,9 +216,11 @@ class StepWindow:
         if not self._has_recorded_pass:
             return
         ids = set(map(id, parameters))
+        limit = float(max_norm) if isinstance(max_norm, int | float) else None
+        if not ids and limit != math.inf and not self._has_stepped:
+            self._norm_without_parameters = limit
         if not self._sampler.has_any_of(ids):
             return
-        limit = float(max_norm) if isinstance(max_norm, int | float) else None
         if self._has_stepped:
             self._note_late_clipping(ids, limit)
             return
@@ -332,7 +336,7 @@ class StepWindow:
             passes=tuple(self._passes),
             shares=(None,) * len(self._passes),
             max_norm=engine_gradients.max_norm,
-            unapplied_norm=self._unapplied_norm,
+            unapplied_norm=self._find_unapplied_norm(),
             is_unclipped=engine_gradients.can_undo_clipping,
             optimizer=type(optimizer).__name__,
             library=name_library(optimizer),
@@ -393,7 +397,7 @@ class StepWindow:
             without_gradient=tuple(without_gradient),
             is_part_of_norm=clipping is not None and clipping.is_part_of_norm,
             max_norm=None if clipping is None else clipping.max_norm,
-            unapplied_norm=self._unapplied_norm,
+            unapplied_norm=self._find_unapplied_norm(),
             num_clipped=None if clipping is None else clipping.num_clipped,
             is_unclipped=(optimizer_hooks.SEES_ALL_CLIPPING or clipping is not None) and not clips_early,
             clips_early=clips_early,
@@ -445,6 +449,10 @@ class StepWindow:
     def has_stepped(self) -> bool:
         """Tell whether an optimizer of the model has begun to step since the latest pass with autograd on."""
         return self._has_stepped
+
+    def _find_unapplied_norm(self) -> float | None:
+        """Find the norm that a clipping changed nothing by. One of no parameter may be of another model's."""
+        return self._unapplied_norm if self._unapplied_norm or self._clippings else self._norm_without_parameters
 
     def _list_clippings(self) -> tuple[tuple[float | None, float], ...]:
         """List the clippings of a step one of which is by another rule; none where that does not tell all of them."""

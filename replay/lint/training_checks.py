@@ -120,8 +120,8 @@ def _check_clipping(subject: LintSubject) -> Iterator[LintRemark]:
         yield LintRemark(
             topic="clipping",
             text=f"clipping to a norm of {idle[0].unapplied_norm:g} found no gradient in {len(idle)} of "
-            f"{pluralise(len(steps), 'step')} and changed nothing: it came before the backward, or an engine holds the "
-            f"gradients{engine}",
+            f"{pluralise(len(steps), 'step')} and changed nothing: it came before the backward, was given no parameter "
+            f"(a generator that was used up), or an engine holds the gradients{engine}",
             weight=Weight.NO_TRAINING,
         )
 

@@ -734,6 +734,25 @@ def test_steps_whose_gradients_are_clipped_after_them_are_counted(
     assert sum(end.num_late_clippings for end in read_end_records(tmp_path)) == number
 
 
+@pytest.mark.parametrize(("clips_all", "said"), [(False, 0.5), (True, None)])
+@pytest.mark.filterwarnings("ignore:.*empty generator")
+def test_a_clipping_that_is_given_no_parameter_is_kept_unless_another_clips(
+    clips_all: bool, said: float | None, tmp_path: Path
+) -> None:
+    """The optimizer has used up the generator of the parameters."""
+    model = Model()
+    parameters = (parameter for parameter in model.parameters())
+    optimizer = torch.optim.SGD(parameters, lr=0.0)
+    with recording(model, tmp_path, reproduce=True):
+        compute_loss(model).backward()
+        nn.utils.clip_grad_norm_(parameters, 0.5)
+        if clips_all:
+            nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+        optimizer.step()
+    [step] = read_steps(tmp_path)
+    assert (step.unapplied_norm, step.max_norm) == (said, 0.01 if clips_all else None)
+
+
 def test_a_norm_that_was_measured_before_the_last_pass_is_no_clipping(tmp_path: Path) -> None:
     model = Model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)

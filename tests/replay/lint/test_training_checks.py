@@ -62,7 +62,7 @@ def test_clipping_by_another_rule_than_the_length_is_said() -> None:
 def test_clipping_that_found_no_gradient_is_said() -> None:
     said = (
         "clipping: clipping to a norm of 0.5 found no gradient in 1 of 2 steps and changed nothing: it came before the "
-        "backward, or an engine holds the gradients"
+        "backward, was given no parameter (a generator that was used up), or an engine holds the gradients"
     )
 
     def say_of(**values: Any) -> list[str]:
