@@ -33,6 +33,8 @@ LEAST_TOKENS, LEAST_TOKENS_OF_ROW, LEAST_ROWS = 16, 6, 2
 LEAST_APART, MAX_SOUGHT = 0.1, 64
 # Log-probs of so many tokens that go with the policy's no better than this are of something else.
 MANY_TOKENS, GOES_NOT_WITH = 64, 0.3
+# Log-probs of the same logits at another temperature, or in another dtype, go with the policy's this well.
+GOES_WITH = 0.98
 # A mean distance, in nats, up to which two lists are of one model.
 SAME_LOG_PROBS = 1e-6
 # Engines and dtypes of one policy are nearer than this mean distance.
@@ -242,10 +244,18 @@ def _describe_first_step(passes: Sequence[NotedLogProbs]) -> str | None:
     apart = _measure(*zip(*pairs, strict=True))
     if apart < FAR_LOG_PROBS:
         return None
+    try:
+        both = correlation(*zip(*pairs, strict=True))
+    except StatisticsError:
+        both = 0.0
+    question = (
+        "is the temperature or dtype another one?"
+        if both > GOES_WITH
+        else "are they of the logits at each token, and not of those before it, with dropout, or of another model?"
+    )
     return (
         f"before the first step the noted log-probs of {pluralise(len(pairs), 'token')} are {apart:.2g} from the "
-        "policy's on average, and the old policy is the policy then: is the temperature, dropout or dtype another one, "
-        "or did another model generate these?"
+        f"policy's on average (correlation {both:.2g}), and the old policy is the policy then: {question}"
     )
 
 

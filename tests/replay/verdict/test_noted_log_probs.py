@@ -117,6 +117,20 @@ def test_an_old_policy_that_is_another_one_before_the_first_step_is_told(apart: 
     assert describe_noted_log_probs([(step, collected)], []) == []
 
 
+@pytest.mark.parametrize(
+    ("spread", "asks"),
+    [
+        (0.0, "is the temperature or dtype another one?"),
+        (1.0, "are they of the logits at each token, and not of those"),
+    ],
+)
+def test_what_an_old_policy_may_be_of_is_asked_by_how_it_goes_with_the_policy(spread: float, asks: str) -> None:
+    [(_, text)] = describe_noted_log_probs(
+        *[[(0, collect(OWN_BS / 0.6 + spread * draw(4, ROWS, TOKENS)))]] * 2  # at temperature 0.6
+    )
+    assert asks in text
+
+
 def test_a_loss_without_a_divergence_from_a_noted_reference_is_told() -> None:
     far = collect(OWN_BS + 0.5 * draw(3, ROWS, TOKENS), name="ref_log_probs")
     [(kind, text)] = describe_absent_divergence([(far, 1e-5)])
