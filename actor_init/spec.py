@@ -308,8 +308,8 @@ class ActorSpec:
         return replace(
             self.with_step_defaults(),
             dtype=dtype if self.dtype is Dtype.AUTO else self.dtype,
-            packing=packing and not self.is_custom if self.packing is None else self.packing,
-            attention=attention if self.attention == Attention.AUTO and not self.is_custom else self.attention,
+            packing=packing and not self.has_user_model if self.packing is None else self.packing,
+            attention=attention if self.attention == Attention.AUTO and not self.has_user_model else self.attention,
             kernels=kernels if self.kernels is Kernels.AUTO else self.kernels,
             routing=routing if self.routing is Routing.AUTO else self.routing,
             grad_accumulation=self.grad_accumulation or grad_accumulation,
@@ -335,7 +335,7 @@ class ActorSpec:
     @property
     def packs(self) -> bool:
         """Are a micro-batch's rows packed into one?"""
-        return self.packing is not False and not self.is_custom
+        return self.packing is not False and not self.has_user_model
 
     @property
     def custom_model(self) -> tuple[Path, str] | None:
@@ -344,13 +344,14 @@ class ActorSpec:
         return (Path(match[1]), match[2]) if match else None
 
     @property
-    def is_custom(self) -> bool:
+    def has_user_model(self) -> bool:
+        """Is the model built by a function of the user's, --model FILE.py:function?"""
         return self.custom_model is not None
 
     @property
     def lacks_weights(self) -> bool:
         """Is the model a user's own, for which nobody asked for random weights, and none were given?"""
-        return self.is_custom and self.weights is None and not self.random_weights
+        return self.has_user_model and self.weights is None and not self.random_weights
 
     @property
     def resolved_grad_accumulation(self) -> int:
@@ -400,7 +401,7 @@ class ActorSpec:
 
     def _refuse_what_a_custom_model_lacks(self) -> None:
         model = Setting("model", self.model)
-        if not self.is_custom:
+        if not self.has_user_model:
             if (self.model or "").endswith((".py", ".py:")):
                 advice = f"Try: {model.with_value((self.model or '').removesuffix(':') + ':FUNCTION')}"
                 raise UsageError(model, "names no function", advice)

@@ -166,7 +166,7 @@ def choose_kernel(spec: ActorSpec, where: device, config: PretrainedConfig | Non
 
     `config` is the model's, if there is one. Raises UsageError if the kernel cannot run there, or not with that model.
     """
-    if spec.is_custom:
+    if spec.has_user_model:
         return OWN.name
     register()
     if spec.parallel.ring > 1:

@@ -65,7 +65,7 @@ def probe_head(config: PretrainedConfig, device: torch.device) -> HeadForm:
 
 def explain_whole_head(spec: ActorSpec, source: ModelSource) -> str:
     """Return why a model has whole logits, before its small copy is asked; empty if nothing is known to need them."""
-    if spec.is_custom:
+    if spec.has_user_model:
         return "a user's model"
     if spec.compile is Compile.DEEPCOMPILE:
         return "DeepCompile's graph is the whole model"

@@ -36,7 +36,7 @@ def choose_layout(
     this model, or if rank 0's device lacks the kernel; in a ring, if any rank's does. For the kernel that comes of it
     call `choose_kernel_on_all_ranks`.
     """
-    if spec.is_custom:
+    if spec.has_user_model:
         return spec, Layout(packs=False, why_unusual=_CUSTOM)
     if spec.parallel.ring > 1:
         return spec, _prove_in_ring(spec, config, world, trains)

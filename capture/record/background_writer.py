@@ -106,7 +106,8 @@ class BackgroundWriter(Generic[ItemT]):
         self._on_deadline = on_deadline
         self._max_queued_passes = max_queued
         # Each item with its size in bytes, and whether it is a pass. The thread may take the first `_num_ready` of
-        # them. The others become ready with the next `wake`, with an urgent item, `drain` or `close`.
+        # them. The others become ready with the next `wake`, with an urgent item, `drain` or `close`, or when
+        # the thread has waited in vain.
         self._queue: deque[tuple[ItemT, int, bool]] = deque()
         self._num_ready = 0
         self._num_queued_passes = 0
@@ -169,8 +170,8 @@ class BackgroundWriter(Generic[ItemT]):
 
         Call this when the job's thread can do without Python for a while.
 
-        later_item  a small item that waits for the next `wake`: the outputs of the forward that has just
-                    ended, whose copy from the device has only begun
+        later_item  a small item that is queued only after the others are ready: the outputs of the forward that has
+                    just ended, whose copy from the device has only begun
         """
         with self._changed:
             self._num_ready = len(self._queue)

@@ -91,14 +91,14 @@ class MatrixContext:
         return choose_plain_kernel(self.config)
 
     @property
-    def is_custom(self) -> bool:
+    def has_user_model(self) -> bool:
         """Does a user's function build the model?"""
         return getattr(self.config, "model_type", None) == "custom"
 
     @property
     def only_values(self) -> Setting:
         """Return the only values that this model has of some options, where a setting does not say others."""
-        return {"packing": False} if self.is_custom else {}
+        return {"packing": False} if self.has_user_model else {}
 
     def plain_setting(self, dtype: Dtype) -> Setting:
         """Return the setting of the reference."""
@@ -228,17 +228,17 @@ def _add_baseline(
     admit(Role.REFERENCE, plain)
     admit(Role.EQUIVALENT, plain, varies=REPEATS[0], suffix="again")
     admit(Role.EQUIVALENT, plain, varies=REPEATS[1], suffix="rows reversed")
-    kernels = () if context.is_custom else (Attention.EAGER, Attention.FLASH)
+    kernels = () if context.has_user_model else (Attention.EAGER, Attention.FLASH)
     for kernel in (name for name in kernels if name != context.kernel):
         # eager keeps the scores of all token pairs for backward; with checkpointing only one block's at a time
         eager = {"gradient_checkpointing": True} if kernel == Attention.EAGER else {}
         admit(Role.EQUIVALENT, {**plain, "attention": kernel, **eager}, varies="kernel")
     # A user's model has one kernel. Compiled, its sums are rounded in other places.
-    if context.is_custom:
+    if context.has_user_model:
         admit(Role.EQUIVALENT, {**plain, "compile": Compile.BLOCKS}, varies="kernel")
     elif not context.must_pack:
         admit(Role.EQUIVALENT, {**plain, "packing": True}, varies="reduction order")
-    if not context.is_custom:
+    if not context.has_user_model:
         admit(Role.EQUIVALENT, {**plain, "tp": 2}, varies="tp")
     for window in windows:
         extra = {"grad_accumulation": str(window)}

@@ -208,7 +208,7 @@ def replace_auto_attention(actor: ActorSpec, kernel: str) -> ActorSpec:
 
     `auto` stays where no other value names it, as where two kernels are taken in turn.
     """
-    if actor.attention == Attention.AUTO and not actor.is_custom:
+    if actor.attention == Attention.AUTO and not actor.has_user_model:
         for declared in ATTENTION_KERNELS.values():
             if kernel in {form.name for form in declared.list_forms()}:
                 return replace(actor, attention=declared.option_value)

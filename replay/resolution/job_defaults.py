@@ -72,7 +72,7 @@ def choose_job_kernel(
     spec: ActorSpec, first_call: CapturedCall | None, device: torch.device, config: PretrainedConfig
 ) -> ChosenAttention:
     """Return what was typed, else the kernel that the job had, if it can be had here; else auto, with the reason."""
-    if spec.attention != Attention.AUTO or spec.is_custom or spec.parallel.ring > 1:
+    if spec.attention != Attention.AUTO or spec.has_user_model or spec.parallel.ring > 1:
         return ChosenAttention(option_value=spec.attention)
     on_cuda = device.type == "cuda"
     job_kernel = None if first_call is None else first_call.environment.get("attention")
@@ -129,7 +129,7 @@ def _choose_packing(spec: ReplayParts, first_call: CapturedCall | None, selectio
     actor = spec.actor
     if actor.packing is not None:
         return choose(actor.packing, ChosenBy.TYPED)
-    if actor.is_custom:
+    if actor.has_user_model:
         return choose(False, ChosenBy.MODEL)
     if actor.parallel.ring > 1:
         return choose(True, ChosenBy.OPTION, f"--ring {actor.parallel.ring} slices packed rows")
@@ -201,8 +201,8 @@ def find_source(spec: ReplayParts) -> ModelSource:
     """
     folder = find_inputs_folder(spec.inputs)
     try:
-        captured = read_actor_config(folder) if spec.actor.model is None or spec.actor.is_custom else None
-        adapters = {} if spec.actor.is_custom else read_adapter_configs(folder)
+        captured = read_actor_config(folder) if spec.actor.model is None or spec.actor.has_user_model else None
+        adapters = {} if spec.actor.has_user_model else read_adapter_configs(folder)
     except CaptureError as error:
         raise UsageError(*error.args) from error
     source = find_model(spec.actor, captured, str(shorten_path(folder / "actor.json")), adapters)

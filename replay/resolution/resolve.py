@@ -131,7 +131,7 @@ def resolve(
     model_source = replace(model_source, layout=probed.layout)
 
     # `head_form` has all that the forward needs: the kind of head, what the model does to the logits, such as a soft
-    # cap, and the size of a chunk. `head_choice` has the value of --head, and who chose it.
+    # cap, and how many tokens are computed at once. `head_choice` has the value of --head, and who chose it.
     why_whole_logits = explain_whole_logits(spec_with_steps, objective)
     head_form, head_choice = choose_head(
         spec_with_steps, probed.actor, model_source, selection, first_call, world, why_whole_logits=why_whole_logits
@@ -310,7 +310,7 @@ def _explain_attention(probed: _KernelAndLayout, kernel_name: str, typed: ActorS
     before, after = probed.actor_before_probe, probed.actor
     if typed.attention != Attention.AUTO:
         by = ChosenBy.TYPED
-    elif typed.is_custom or after.attention != before.attention:
+    elif typed.has_user_model or after.attention != before.attention:
         by = ChosenBy.MODEL
     elif before.attention == Attention.AUTO:
         by = ChosenBy.MACHINE
@@ -319,8 +319,8 @@ def _explain_attention(probed: _KernelAndLayout, kernel_name: str, typed: ActorS
     machine_reason = (
         "the fastest of a ring's kernels that can be had here" if after.parallel.ring > 1 else "what a CPU has"
     )
-    # These reasons are for a ring and for a CPU. For a ring `choose_job_kernel` gives none. On a CPU it gives one only
-    # if the captures name a kernel that cannot be had here. On CUDA it always gives one.
+    # `choose_job_kernel` gives no reason for a typed kernel, a user's own model or a ring. Otherwise it always gives
+    # one on CUDA, and on a CPU only if the captures name a kernel that cannot be had here.
     default_reasons = {ChosenBy.JOB: "its captures name it", ChosenBy.MACHINE: machine_reason}
     why = probed.attention_reason or default_reasons.get(by, "")
     return ResolvedChoice(setting=ATTENTION, value=kernel_name, by=by, why=why)
@@ -338,7 +338,7 @@ def _explain_packing(packing: ResolvedChoice, actor: ActorSpec, layout: Layout) 
     by = ChosenBy.MODEL if packing.value != actor.packs else packing.by
     if by is ChosenBy.TYPED and not layout.why_unusual:
         return replace(packing, value=actor.packs, by=by, why="")
-    # A choice that the probe could change had no reason before it.
+    # A packing choice that has a reason already is one that the probe cannot change. For others the probe gives one.
     why = packing.why or layout.why_unusual or ("its packed documents stay apart" if actor.packs else "")
     return replace(packing, value=actor.packs, by=by, why=why)
 

@@ -77,12 +77,13 @@ class AccumulationWindow:
             self.is_incomplete = index < len(self.rounds) and self.rounds[index].is_incomplete
             self.num_with_gradient = 0
 
-    def ends_with_next_pass(self, *, runs_backward: bool) -> bool:
+    def ends_with_this_pass(self, *, runs_backward: bool) -> bool:
+        """Tell whether the pass that has begun, and is not counted yet, is the last one of the window."""
         return runs_backward and self.num_passes + 1 == self.size
 
     def count_pass(self, *, runs_backward: bool) -> None:
         """Count a pass that succeeded."""
-        is_last = self.ends_with_next_pass(runs_backward=runs_backward)
+        is_last = self.ends_with_this_pass(runs_backward=runs_backward)
         self.num_with_gradient += runs_backward
         self.num_counted = 0 if is_last else self.num_counted + runs_backward
         self.num_passes = 0 if is_last else self.num_passes + runs_backward
@@ -94,7 +95,7 @@ class AccumulationWindow:
         """
         self._begin(index)
         self.is_incomplete = True
-        is_last = self.ends_with_next_pass(runs_backward=True)
+        is_last = self.ends_with_this_pass(runs_backward=True)
         self.num_passes = 0 if is_last else self.num_passes + 1
         return is_last and self.num_with_gradient > 0
 

@@ -119,7 +119,7 @@ def find_config_differences(
     changed_settings  what the running model's config had other than that
     """
     is_job_config = spec.model is None and not changed_settings
-    if is_job_config or spec.is_custom or captured is None:
+    if is_job_config or spec.has_user_model or captured is None:
         return []
     try:
         job_config = find_model(

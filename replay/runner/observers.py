@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 GUARD_ORIGIN = re.compile(r"\s+# .*")
 
 
-class PositionMarker(PassObserver):
+class PhaseReporter(PassObserver):
     """Tells the watch which phase this rank is in."""
 
     def __init__(self, tracker: Tracker) -> None:
@@ -246,7 +246,7 @@ class RunObservers:
     first_uses: FirstUseObserver
     compilation: CompilationCounter
     trace: TraceObserver | None
-    position: PositionMarker
+    phase: PhaseReporter
     log_prob_weight_meter: LogProbWeightMeter | None
     gradient: GradientSampler | None
     sketch: GradientSketcher | None
@@ -259,7 +259,7 @@ class RunObservers:
             self.first_uses,
             self.compilation,
             self.trace,
-            self.position,
+            self.phase,
             self.log_prob_weight_meter,
             self.gradient,
             self.sketch,

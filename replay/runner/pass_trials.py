@@ -498,7 +498,7 @@ class PassTrials:
 
     def _try_feeds(self, actor: TrialActor, spec: ResolvedReplay, unchanged_BA: Tensor) -> list[TrialResult]:
         """Try other masks and positions, a forward each. All ranks must call this."""
-        if spec.actor.is_custom:
+        if spec.actor.has_user_model:
             self.not_run.append("a user's model makes its masks itself")
             return []
         usual = self.evaluator.evaluate(unchanged_BA)
@@ -599,7 +599,7 @@ class PassTrials:
     def _try_configs(self, spec: ResolvedReplay) -> list[TrialResult]:
         """Run the pass under the job's own settings, where its config states others. All ranks must call this."""
         captured = read_actor_config(find_inputs_folder(spec.inputs))
-        if captured is None or spec.actor.is_custom:
+        if captured is None or spec.actor.has_user_model:
             return []
 
         def derive(trial: ConfigTrial) -> ResolvedReplay:
@@ -621,7 +621,7 @@ class PassTrials:
 
     def _try_bf16(self, spec: ResolvedReplay) -> list[TrialResult]:
         """Run the pass in bf16, where the replay computes in fp32. All ranks must call this."""
-        if not self._may_round or spec.actor.is_custom:
+        if not self._may_round or spec.actor.has_user_model:
             return []
 
         def derive() -> ResolvedReplay:

@@ -47,7 +47,7 @@ from replay.runner.observers import (
     LogProbWeightMeter,
     LossCheck,
     OptimizerStateSampler,
-    PositionMarker,
+    PhaseReporter,
     RunObservers,
     TraceObserver,
 )
@@ -102,8 +102,8 @@ class ReopenableActor:
 
     What the failed pass left in the backend would corrupt the next pass.
 
-    A state that --save-state wrote, where the source's weights are of one, is loaded into each backend that is opened:
-    until then these weights are NaN.
+    If the weights are to come from a state that --save-state wrote, this state is loaded into each backend that is
+    opened. Until then the weights are NaN.
     """
 
     def __init__(
@@ -219,7 +219,7 @@ class Replayer:
                 self.trace.attach(self.reopenable_actor.backend)
             self._must_reopen = False
             self.window.reset_for_new_backend()
-            self.step_follower.restart("a pass failed, and with it the weights of the steps were lost")
+            self.step_follower.forget_steps("a pass failed, and with it the weights of the steps were lost")
 
     def find_non_finite_in_latest_pass(self, record: PassRecord) -> PassRecord:
         """Run the latest pass again to find its first tensor that is not finite.
@@ -301,9 +301,7 @@ class Replayer:
             self.tracker.set_shapes(batch.num_rows, batch.num_padded_tokens, batch.num_real_tokens)
             batch = select_loss_tokens(self.spec.measure.loss, add_model_positions(batch, self.model_source.config))
             record, replayed_pass = self._run_micro_batch(record, captured_call, recorded_pass, batch, extra_observers)
-            # Adds how many random numbers the forward drew in the job and here, in the first pass whose generators
-            # began in the job's states and ended in other states than in the job. Adds nothing if the job also had a
-            # CUDA generator.
+            # The random numbers are counted in one pass of the run. The others are returned unchanged.
             recorded_pass, replayed_pass = self._random_draw_counter.add_counts(
                 recorded_pass, replayed_pass, captured_call.random
             )
@@ -455,7 +453,7 @@ class Replayer:
             first_uses=self._first_use_observer,
             compilation=CompilationCounter(),
             trace=TraceObserver(self.trace) if self.trace else None,
-            position=PositionMarker(self.tracker),
+            phase=PhaseReporter(self.tracker),
             log_prob_weight_meter=LogProbWeightMeter() if self._objective is not None else None,
             gradient=GradientSampler(backend, self.window.recorded_samples, self.window.recorded_signatures)
             if has_samples
@@ -475,7 +473,7 @@ class Replayer:
         has_reversed_rows, measure = self.spec.inputs.reverse_rows, self.spec.measure
         runs_backward = batch.trains and measure.backward
         window_end = WindowEnd.NONE
-        if self.window.ends_with_next_pass(runs_backward=runs_backward):
+        if self.window.ends_with_this_pass(runs_backward=runs_backward):
             window_end = WindowEnd.INCOMPLETE if self.window.is_incomplete else WindowEnd.COMPLETE
         objective_data = self._read_objective_data(captured_call, batch)
         fed_batch = with_rows_reversed(batch) if has_reversed_rows else batch
@@ -612,7 +610,8 @@ class Replayer:
     def _find_non_finite_before_step(self, inputs: PassInputs) -> str | None:
         """Return the name of the first tensor that is not finite in the forward, or why it cannot be found.
 
-        No backward runs: it would change the gradient that the optimizer is about to step with.
+        None: only other ranks have such a tensor. No backward runs: it would change the gradient that the optimizer is
+        about to step with.
         """
         inputs_without_backward = replace(inputs, runs_backward=False)
         return self.non_finite_search.find_first(

@@ -202,7 +202,7 @@ def make_verdict_settings(
         stepping_actor=spec.actor if spec.measure.steps else None,
         follows_frozen=bool(source.frozen_later),
         is_dtype_typed=spec.find_chooser("actor.dtype") is ChosenBy.TYPED,
-        is_custom=spec.actor.is_custom,
+        has_user_model=spec.actor.has_user_model,
         lacks_weights=spec.actor.lacks_weights,
         setting_names_from_job=spec.setting_names_from_job,
         job_code_clip_norm=spec.job_code_clip_norm,

@@ -138,7 +138,7 @@ def make_rounding_variant(
         (DTYPES[dtype] for dtype in job_dtypes if dtype in DTYPES), key=_find_roundoff, default=spec.actor.dtype
     )
     dtype = max(spec.actor.dtype, coarsest, key=_find_roundoff)
-    if spec.actor.is_custom and spec.actor.dtype is dtype and spec.device.type == "cpu":
+    if spec.actor.has_user_model and spec.actor.dtype is dtype and spec.device.type == "cpu":
         # A CPU adds up the gradient of a LayerNorm's bias in the weights' dtype, over all tokens: rows in another order
         # are as far off from the sum, and fp32 is not.
         dtype = Dtype.FP32
@@ -171,7 +171,10 @@ def _find_chosen_kernel(spec: ResolvedReplay) -> str:
 
 def has_another_kernel(actor: ActorSpec, *, keeps_kernel: bool) -> bool:
     return (
-        not keeps_kernel and not actor.is_custom and actor.parallel.ring == 1 and not actor.parallel.sequence_parallel
+        not keeps_kernel
+        and not actor.has_user_model
+        and actor.parallel.ring == 1
+        and not actor.parallel.sequence_parallel
     )
 
 
@@ -183,7 +186,7 @@ def _keep_limits(
     A user's own model has no other kernel, and its rows in another order give the same numbers, but for the sums of
     gradients over rows in a 16-bit dtype. Their rounding is a part of a gradient's: a floor to assume at least.
     """
-    if not variant.actor.is_custom or spec.actor.dtype is variant.actor.dtype is Dtype.FP32:
+    if not variant.actor.has_user_model or spec.actor.dtype is variant.actor.dtype is Dtype.FP32:
         return dict(floors)
     of_gradients = (GRADIENT, name_signature_floor(""))
     return {name: replace(floor, is_least=True) for name, floor in floors.items() if name.startswith(of_gradients)}
@@ -385,7 +388,7 @@ def is_floor_needed(repeater: RunRepeater, passes: Sequence[PassEvidence]) -> bo
     )
     # A user's model has one kernel, and with dropout the rows stay in order: two runs with the same numbers would say
     # that nothing is rounded.
-    rounds_otherwise = has_steps or not spec.actor.is_custom
+    rounds_otherwise = has_steps or not spec.actor.has_user_model
     if repeater.has_dropout:
         rounds_otherwise = has_another_kernel(spec.actor, keeps_kernel=repeater.keeps_kernel)
     return has_claims and (has_coarse_dtype(spec, passes) or has_steps) and is_repeatable and rounds_otherwise

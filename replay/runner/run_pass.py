@@ -134,8 +134,9 @@ class PassOutcome:
                   0: the loop did not add the routers' loss
                   1: the loop added the routers' loss undivided
                   another number: the loop added the routers' loss, and then divided the sum. The factor is 1/4 if the
-                  loop divided the sum by 4, the number of passes that make a step. The rest of `loss` has this
-                  division already: it comes from the job's recorded gradient of the logits
+                  loop divided the sum by 4, the number of passes that make a step. The replay's loss without
+                  the routers' part is divided already: it is computed from the job's recorded gradient of the logits,
+                  which came after the division
                   nan: the loop gave no loss to `recorder.note`, or the loss that it gave does not tell the factor
                   None: no routers' loss was computed here, or it was added because the job's model itself added it
     """
@@ -379,7 +380,7 @@ def run_pass(
             notifier.after_measurement()
             router_flips = collect_flips(router_states)
 
-            notifier.before_phase(RankPhase.WINDOW_END)
+            notifier.before_phase(RankPhase.PASS_END)
             # The end of a window without a step (norm, clearing) has no counterpart in the job, so its time is not
             # worth measuring. The time of a step without --step is not measured either.
             if inputs.window_end is WindowEnd.COMPLETE and inputs.step_timing is not StepTiming.MEASURED:

@@ -333,9 +333,9 @@ class Session:
         """Say how to find the layer in which the job's code computes otherwise than the replay's."""
         actor = self.spec.actor
         other, whose = CODE, "the job's own model"
-        if actor.is_custom and actor.weights is not None and (actor.weights / "config.json").is_file():
+        if actor.has_user_model and actor.weights is not None and (actor.weights / "config.json").is_file():
             other, whose = "stock", "transformers' own code"
-        elif actor.is_custom:
+        elif actor.has_user_model:
             # There is no config that transformers could build the model of.
             whose = f"other code than {actor.model}, such as the job's own"
         return [("layer", f"replay compare {self.folder} {other}, with {whose}: names the first layer that differs")]

@@ -103,8 +103,8 @@ class StepFollower:
         if not self.latest_pass_has_stepped:
             self.why_stopped = f"the gradient of step {num_steps + 1} is not finite here"
 
-    def restart(self, why: str) -> None:
-        """Begin again, since the actor was opened anew with the weights that the run began with.
+    def forget_steps(self, why: str) -> None:
+        """Stop following steps: the actor was opened anew, with the weights that the run began with.
 
         why  why the job's steps cannot be followed any more
         """

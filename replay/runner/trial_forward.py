@@ -41,7 +41,7 @@ def make_trial_spec(spec: ResolvedReplay, world: World) -> ResolvedReplay:
     All ranks must call this.
     """
     actor = replace(spec.actor, packing=False, pad_tokens=None, compile=Compile.OFF, gradient_checkpointing=False)
-    if not actor.is_custom:
+    if not actor.has_user_model:
         kernel = Attention.SDPA if has_sdpa(spec.source.config) else Attention.EAGER
         actor = replace(actor, attention=kernel)
     measure = replace(spec.measure, trace=False, details=False, step=StepMode.OFF)

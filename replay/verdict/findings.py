@@ -64,7 +64,7 @@ class VerdictSettings:
 
     dtype             as torch names it
     is_dtype_typed    the dtype was typed, whatever the job computed in
-    is_custom         the model is a user's own, with weights from --weights; other models have weights from --model
+    has_user_model         the model is a user's own, with weights from --weights; other models have weights from --model
     lacks_weights     the model is a user's own, and its weights are random, since --weights was not given
     stepping_actor    the actor, if its optimizer steps (with --step, or as the job); None: the replay takes no step
     loaded_counts     counts of steps in the optimizer state with which the replay begins; None: it begins without one
@@ -114,7 +114,7 @@ class VerdictSettings:
     step_floors: Mapping[int, Mapping[str, NoiseFloor]] = field(default_factory=dict)
     why_no_floors: str | None = None
     is_dtype_typed: bool = False
-    is_custom: bool = False
+    has_user_model: bool = False
     lacks_weights: bool = False
     follows_frozen: bool = False
     job_code_clip_norm: float | None = None

@@ -146,9 +146,9 @@ def judge_without_causes(passes: Sequence[PassEvidence], settings: VerdictSettin
        their samples of the weights are merged. Where the replay makes optimizer steps too, with --step or by default,
        its weights stay the job's as long as each of its steps equalled the job's step.
     3. Judge each pass. With other dropout masks than the job's, its numbers differ by chance. So numbers that differ
-       are DIFFERS only if the masks are known to be the job's: if the random generators had the job's states before and
-       after the forward, and rows, kernel and device are the job's too (`dropout_masks`). A training pass whose numbers
-       agree had the job's masks.
+       are DIFFERS only if the masks are known to be the job's (`dropout_masks`): if the random generators had the job's
+       states before and after the forward, and all else that shapes the masks, such as rows, kernel and device, is the
+       job's too. A training pass whose numbers agree had the job's masks.
     4. Judge the gradient of each window. Under dropout this judgment needs point 3: the gradient is comparable if all
        passes of the window had the job's masks.
     5. If a finer dtype than the job's was typed, nothing is REPRODUCED: the numbers agree within bounds as wide as
@@ -162,8 +162,8 @@ def judge_without_causes(passes: Sequence[PassEvidence], settings: VerdictSettin
     unreduced_steps = find_unreduced_step_differences([recorded for _, recorded in indexed_passes])
     model_differences = [*settings.model_differences, *unreduced_steps]
     # Some optimizers, such as Muon, round each step to bf16, so after a step the weights of job and replay may differ
-    # by this rounding. `settings.step_floors` has noise floors of each pass. Those of passes after the first step do
-    # not hold then, and are dropped before the passes are compared.
+    # by this rounding. `settings.step_floors` has, for each pass, the noise floors of two replays that step. Those of
+    # passes after the first step do not hold then, and are dropped before the passes are compared.
     settings = drop_floors_after_rounded_step(indexed_passes, replace(settings, model_differences=model_differences))
     compared_passes = _compare_passes(passes, settings)
     mixed_recordings = describe_mixed_recordings(

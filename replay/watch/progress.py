@@ -34,7 +34,7 @@ class RankPhase(StrEnum):
     BACKWARD = "backward"
     STEP = "step"
     DEVICE_SYNC = "waiting for the device"
-    WINDOW_END = "ending the pass"
+    PASS_END = "ending the pass"
     GATHERING = "gathering the records"
     SEARCHING_NON_FINITE = "looking for what is not finite"
     RERUNNING = "running a slow pass again"

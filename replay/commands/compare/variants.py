@@ -136,14 +136,14 @@ def _make_custom(actor: ActorSpec, function: str) -> ActorSpec:
     Nothing is known about the attention inside, so the rows are fed as captured and no kernel is chosen.
     """
     weights = actor.weights
-    if weights is None and actor.model is not None and not actor.is_custom:
+    if weights is None and actor.model is not None and not actor.has_user_model:
         weights = find_folder(Setting("model", actor.model))
     return replace(actor, model=function, weights=weights, packing=None, attention=Attention.AUTO, kernels=Kernels.AUTO)
 
 
 def _make_stock(actor: ActorSpec) -> ActorSpec:
     """Return an actor of transformers' own code, with the weights of the user's function."""
-    if not actor.is_custom:
+    if not actor.has_user_model:
         raise UsageError("stock: the log's run has transformers' own code already. Give FILE.py:FUNCTION")
     if actor.weights is None:
         raise UsageError(f"stock: the log's run names no {Setting('weights')}, whose folder would have the config")

@@ -304,7 +304,7 @@ def _check_passes(case: DiagnosisCase, plain: PlainAnswer | None) -> Generator[C
 
 def _check_kernel(kernel: str, case: DiagnosisCase) -> CheckResult:
     """Report the attention kernel, and why it is not flash-attn where `auto` would have preferred that."""
-    is_chosen = case.spec.attention != Attention.AUTO or case.spec.is_custom
+    is_chosen = case.spec.attention != Attention.AUTO or case.spec.has_user_model
     if is_chosen or find_attention_form(kernel).is_expected_on_gpu:
         return CheckResult(name="attention kernel", status=CheckStatus.OK, found=kernel)
     if case.world.device.type == "cpu":

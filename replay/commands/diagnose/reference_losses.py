@@ -55,7 +55,7 @@ def compute_plain_answer(
     model = _build_plain_model(spec, source, world.device, on_progress)
     documents = [document for document in split_documents(batch) if _count_labels(document[-1])]
     num_labels = max(1, sum(_count_labels(label_1L) for _, _, label_1L in documents))
-    if spec.is_custom:
+    if spec.has_user_model:
         losses = {"plain": _compute_custom_loss(model, documents, num_labels, world)}
         gradients = dict(_average_gradients(model, world))
         return PlainAnswer(losses=losses, omission="chunked left out: no known head", gradients=gradients)
@@ -96,7 +96,7 @@ def _build_plain_model(spec: ActorSpec, source: ModelSource, device: torch.devic
     model = build_on_meta(source.config, attention=kernel, dtype=dtype)
     add_adapter(model, source.adapter)
     materialise(model, source.weights, device, on_progress=on_progress)
-    if spec.is_custom:
+    if spec.has_user_model:
         configure_model(model, replace(spec, gradient_checkpointing=False))
     return model.eval()
 

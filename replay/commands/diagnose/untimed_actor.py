@@ -23,7 +23,7 @@ from actor_init.spec import ActorSpec
 from actor_init.world import World
 from capture.file_format.micro_batch import IGNORED_LABEL, MicroBatch
 from replay.objective.objective import compute_negated_mean
-from replay.runner.observers import PositionMarker
+from replay.runner.observers import PhaseReporter
 from replay.runner.run_pass import PassInputs, PassObserver, StepTiming, WindowEnd, prepare_actor_inputs, run_pass
 from replay.watch.progress import Tracker
 
@@ -145,7 +145,7 @@ class UntimedActor:
                 step_timing=StepTiming.MEASURED if is_last and steps else StepTiming.NONE,
                 captured_row_length=batch.sequences_BS.shape[1],
             )
-            observers = [PositionMarker(self.tracker), *([reader] if reader is not None and is_last else [])]
+            observers = [PhaseReporter(self.tracker), *([reader] if reader is not None and is_last else [])]
             losses.append(run_pass(self.backend, inputs, observers=observers).loss.item())
         return losses
 

@@ -165,7 +165,7 @@ def _find_obstacle(spec: ReplaySpec, failure: ReplayFailure, num_processes: int)
         return f"the failure needs {num_processes} processes"
     if failure.kind is FailureKind.PARITY:
         return "it is a difference between two configurations of micro-replay"
-    if spec.actor.is_custom:
+    if spec.actor.has_user_model:
         return "the model is one of --model FILE.py:function, whose forward micro-replay calls"
     if failure.kind in JOB_DIFFERENCES and failure.bound is None:
         return f"it compares sums of log-probs alone, and what differs is {' and '.join(failure.quantities)}"

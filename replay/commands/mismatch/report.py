@@ -49,7 +49,7 @@ from replay.output.text import Columns, Pairs, describe_engine, pluralise, short
 from replay.resolution.job_defaults import find_source
 from replay.resolution.selection import Selection, select
 from replay.runlog.writer import create_folder, list_versions
-from replay.runner.observers import PositionMarker
+from replay.runner.observers import PhaseReporter
 from replay.runner.run_pass import PassInputs, prepare_actor_inputs, run_pass
 from replay.watch.progress import Tracker
 from replay.watch.stacks import extend_collective_timeouts
@@ -294,7 +294,7 @@ def _run_forward(
         runs_backward=False,
         captured_row_length=batch.sequences_BS.shape[1],
     )
-    outcome = run_pass(backend, forward, observers=[PositionMarker(tracker)])
+    outcome = run_pass(backend, forward, observers=[PhaseReporter(tracker)])
     objective_inputs = ObjectiveInputs(
         log_probs_BA=outcome.log_probs_BA,
         action_mask_BA=inputs.action_mask_BA,

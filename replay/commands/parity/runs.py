@@ -142,7 +142,7 @@ def _adapt_to_edges(context: MatrixContext, folder: Path) -> MatrixContext:
     from capture.file_format.capture_file import read_micro_batch
     from capture.file_format.listing import capture_files
 
-    if context.is_custom:
+    if context.has_user_model:
         raise UsageError("nothing says how long the rows of a user's model may be")
     batches = [read_micro_batch(path) for path in capture_files(folder)]
     largest, size = max(int(batch.sequences_BS.max()) for batch in batches), context.config.get_text_config().vocab_size

@@ -175,7 +175,7 @@ def plan_trainings(spec: SuiteSpec, machine: Machine) -> list[PlannedTraining]:
 
 
 def _is_custom(spec: SuiteSpec) -> bool:
-    return ActorSpec(model=spec.model).is_custom
+    return ActorSpec(model=spec.model).has_user_model
 
 
 def count_ranks(spec: SuiteSpec) -> int:
@@ -207,13 +207,13 @@ def build_run_spec(
 
     Raises UsageError if its options contradict each other.
     """
-    configuration, is_custom = training.configuration, _is_custom(spec)
+    configuration, has_user_model = training.configuration, _is_custom(spec)
     num_passes = spec.steps * inputs_a_step
     return ReplaySpec(
         actor=ActorSpec(
             backend=configuration.backend,
-            model=spec.model if is_custom else spec.init_weights or spec.model,
-            weights=Path(spec.init_weights) if is_custom and spec.init_weights else None,
+            model=spec.model if has_user_model else spec.init_weights or spec.model,
+            weights=Path(spec.init_weights) if has_user_model and spec.init_weights else None,
             num_layers=spec.num_layers,
             dtype=spec.dtype,
             zero_stage=configuration.zero_stage,

@@ -60,7 +60,7 @@ def find_other_weights(evidence: CauseEvidence) -> Cause | None:
     check_loading = "if the job loaded this folder, see what that left out (strict=False?); else " if is_part else ""
     of_step = f", which the job had after {pluralise(step, 'step')}" if step else ""
     why_random = "; those here are random, since --weights was not given" if evidence.settings.lacks_weights else ""
-    option = "--weights" if evidence.settings.is_custom else "--model"
+    option = "--weights" if evidence.settings.has_user_model else "--model"
     return Cause(
         name=CauseName.OTHER_WEIGHTS,
         sureness=Sureness.IS,

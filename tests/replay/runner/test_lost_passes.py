@@ -54,7 +54,7 @@ def test_the_windows_behind_a_lost_pass_are_as_without_it(lost: int, is_run: boo
                 backend = CountingBackend()
                 window.reset_for_new_backend()
             continue
-        is_last = window.ends_with_next_pass(runs_backward=True)
+        is_last = window.ends_with_this_pass(runs_backward=True)
         assert is_last is ((backend.count + 1) % SIZE == 0)
         backend.gradients.append(index)
         backend.count += 1

@@ -92,7 +92,7 @@ def test_a_gradient_that_is_not_finite_ends_the_steps() -> None:
 def test_behind_a_failed_pass_the_weights_are_those_of_the_beginning() -> None:
     follower, backend = follow(), CountingBackend()
     run(follower, backend, 0)
-    follower.restart("a pass failed")
+    follower.forget_steps("a pass failed")
     assert (follower.num_steps, follower.state_bytes) == (0, 0)
     assert run(follower, CountingBackend(), 1)[0].step_timing is StepTiming.NONE
     assert "1 step" in follower.describe()[0][1]

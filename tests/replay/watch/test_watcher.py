@@ -314,7 +314,7 @@ def test_a_collective_that_no_pass_before_had_is_counted(tmp_path: Path) -> None
             tracker.enter_phase(phase)
             entered["data"] += number
             seen.append(tracker.count_new_collectives())
-        tracker.enter_phase(RankPhase.WINDOW_END)
+        tracker.enter_phase(RankPhase.PASS_END)
         return [*seen, tracker.count_new_collectives()]
 
     assert replay(0, forward=9, backward=2) == [0, 0, 0]
@@ -328,7 +328,7 @@ def test_a_collective_that_no_pass_before_had_is_counted(tmp_path: Path) -> None
     tracker.enter_phase(RankPhase.FORWARD)
     entered["data"] += 99
     assert tracker.count_new_collectives() == 89
-    tracker.enter_phase(RankPhase.WINDOW_END)  # without a backward: no pass before went this way
+    tracker.enter_phase(RankPhase.PASS_END)  # without a backward: no pass before went this way
     assert tracker.count_new_collectives() == 0
 
 

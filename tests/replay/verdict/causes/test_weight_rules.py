@@ -143,8 +143,12 @@ def test_frozen_weights_that_stay_or_change_after_the_first_wrong_pass_are_no_ca
     ("settings", "random", "try_next"),
     [
         ({}, "", "--model FOLDER, with"),
-        ({"is_custom": True}, "", "--weights FOLDER, with"),
-        ({"is_custom": True, "lacks_weights": True}, "those here are random, since --weights was", "--weights FOLDER,"),
+        ({"has_user_model": True}, "", "--weights FOLDER, with"),
+        (
+            {"has_user_model": True, "lacks_weights": True},
+            "those here are random, since --weights was",
+            "--weights FOLDER,",
+        ),
     ],
 )
 def test_other_weights_are_sought_with_the_option_that_gives_them(settings: Any, random: str, try_next: str) -> None:
