@@ -64,7 +64,7 @@ class VerdictSettings:
 
     dtype             as torch names it
     is_dtype_typed    the dtype was typed, whatever the job computed in
-    has_user_model         the model is a user's own, with weights from --weights; other models have weights from --model
+    has_user_model    the model is a user's own, with weights from --weights; other models have weights from --model
     lacks_weights     the model is a user's own, and its weights are random, since --weights was not given
     stepping_actor    the actor, if its optimizer steps (with --step, or as the job); None: the replay takes no step
     loaded_counts     counts of steps in the optimizer state with which the replay begins; None: it begins without one
