@@ -220,7 +220,7 @@ def test_a_step_is_measured_and_all_that_is_looked_at_is_not(events: list[str], 
         "at device_sync",
         "stop",
         "reads counters",
-        "at window_end",
+        "at pass_end",
         "closed: None",
     ]
     assert (outcome.loss.item(), outcome.grad_norm, outcome.cost.seconds) == (2.0 * number, number / 2, 1.0)
