@@ -600,7 +600,7 @@ def _check_rows_of_ranks(by_step: dict[int, dict[int | None, Counter[int]]]) -> 
         yield LintRemark(
             topic="rows",
             text=f"{num_shared} of {pluralise(num_rows, 'row')} came to several ranks ({ranks}) in {steps}: right for "
-            "ranks of tensor parallelism; a sampler that does not know the ranks does it, too",
+            "ranks of tensor parallelism. Ranks of data parallelism need a sampler that divides the rows among them",
             weight=Weight.SAME_ROWS,
         )
     if num_twice:

@@ -140,7 +140,7 @@ def _check_code(subject: LintSubject) -> Iterator[LintRemark]:
     if subject.code_differences:
         yield LintRemark(
             topic="model",
-            text=f"{name_some(subject.code_differences, _MAX_NAMED, '; ')}: no number that was judged shows it",
+            text=f"{name_some(subject.code_differences, _MAX_NAMED, '; ')}; yet all numbers that were judged agree",
             weight=Weight.OTHER_CONFIG,
         )
 

@@ -176,10 +176,11 @@ class StepFollower:
         """Say what came of the steps without --step, and their memory; empty: no steps of the job are followed."""
         if not self.spec.steps_unasked:
             return []
-        taken = pluralise(self.num_taken, "step")
+        taken = f"{pluralise(self.num_taken, 'step')} between the passes, outside their times"
+        taken += "" if self.why_stopped else "; behind the last pass none is needed"
         stopped = f"; no more are followed: {self.why_stopped}" if self.why_stopped else ""
         size = f"{format_gibibytes(self.largest_state_bytes)} GiB, which no peak here holds"
-        return [("stepped", f"as the job, {taken}, besides the passes; the optimizer's state took {size}{stopped}")]
+        return [("stepped", f"as the job, {taken}; the optimizer's state took {size}{stopped}")]
 
     def _explain_lack_of_memory(self, backend: Backend) -> str | None:
         """Say that the optimizer's state would leave too little memory on a rank; None: it leaves enough on each.

@@ -506,7 +506,7 @@ def _doubt_samples(
     if any(not step.is_unclipped for step in list_steps(window)):
         return "the job's gradients were clipped or scaled before they were sampled"
     if settings.why_no_floors is not None and is_coarse(dtypes):
-        return f"how far rounding moves it could not be measured: {settings.why_no_floors}"
+        return f"no bound is known, as the effect of rounding could not be measured: {settings.why_no_floors}"
     return None
 
 

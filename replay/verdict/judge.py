@@ -66,6 +66,7 @@ from replay.verdict.pass_verdicts import (
 from replay.verdict.pass_weights import (
     choose_weights_to_show,
     drop_floors_after_rounded_step,
+    explain_unfollowed_steps,
     infer_weights_after_steps,
     merge_weight_samples,
 )
@@ -178,6 +179,8 @@ def judge_without_causes(passes: Sequence[PassEvidence], settings: VerdictSettin
     compared_passes = add_window_findings(compared_passes, settings)
     if settings.follows_steps:
         compared_passes = infer_weights_after_steps(compared_passes, settings)
+    else:
+        compared_passes = explain_unfollowed_steps(compared_passes)
 
     compared_passes = mark_job_dropout_masks(compared_passes, settings)
     pass_verdicts = keep_worst_of_tp_and_ring_ranks(compared_passes, judge_passes(compared_passes, settings))

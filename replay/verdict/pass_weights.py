@@ -4,7 +4,7 @@ A capture samples a part of the weights. Passes between the same two optimizer s
 samples are put together; where the replay updates the weights too (--step), they follow from its steps.
 """
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from dataclasses import replace
 
 from actor_init.declarations.backends import list_whole_backend
@@ -173,6 +173,12 @@ def infer_weights_after_steps(compared_passes: Sequence[ComparedPass], settings:
     stepped = compare_stepped_weights(steps, compared_passes, settings)
     other_step = next((number for number, finding in stepped.items() if finding.status is FindingStatus.DIFFERS), None)
     by_end = {steps[number][-1].place: finding for number, finding in stepped.items()}
+    in_steps = {
+        (compared_pass.recorded.rank, number)
+        for compared_pass in compared_passes
+        if compared_pass.recorded.step_after is not None
+        for number in compared_pass.recorded.step_after.passes
+    }
     inferred = []
     for compared_pass in compared_passes:
         num_steps = compared_pass.record.result.num_steps
@@ -191,7 +197,7 @@ def infer_weights_after_steps(compared_passes: Sequence[ComparedPass], settings:
             (number + 1 for number in stepped if number < num_steps and stepped[number].is_evidence), default=0
         )
         doubt = next((step_reasons[0] for step_reasons in reasons[num_proven:num_steps] if step_reasons), None)
-        other_count = _explain_step_count(compared_pass.recorded, windows[0], num_steps)
+        other_count = _explain_step_count(compared_pass.recorded, windows[0], num_steps, in_steps)
         if other_count is not None and settings.steps_unasked:
             # The steps were followed no further, and the weights are those of an earlier step.
             differing = compared_pass.recorded.weight_comparison.differing or initial.compared
@@ -217,10 +223,17 @@ def _explain_changed_training(recorded: RecordedPass, settings: VerdictSettings)
     return None
 
 
-def _explain_step_count(recorded: RecordedPass, first_window: Sequence[ComparedPass], num_steps: int) -> str | None:
+def _explain_step_count(
+    recorded: RecordedPass,
+    first_window: Sequence[ComparedPass],
+    num_steps: int,
+    in_steps: Collection[tuple[int | None, int]],
+) -> str | None:
     """Say that the job had taken another number of steps before a pass than the replay; None if it had not.
 
-    That happens where some of the job's passes were not recorded.
+    That happens where some of the job's passes were not recorded, and where a pass is in no step: it is replayed last.
+
+    in_steps  the rank and the number of each pass that a step of the job is known to have taken
     """
     initial_step = first_window[0].recorded.num_steps_before
     if (
@@ -230,7 +243,30 @@ def _explain_step_count(recorded: RecordedPass, first_window: Sequence[ComparedP
     ):
         return None
     job_steps = pluralise(recorded.num_steps_before - initial_step, "step")
+    number = recorded.forward_number
+    if in_steps and number is not None and (recorded.rank, number) not in in_steps:
+        steps = pluralise(num_steps, "step")
+        return (
+            f"no step of the job took this pass, so it was replayed last, after {steps}; in the job after {job_steps}"
+        )
     return f"the job had taken {job_steps} before this pass, the replay {num_steps}"
+
+
+def explain_unfollowed_steps(compared_passes: Sequence[ComparedPass]) -> list[ComparedPass]:
+    """Say of passes with other weights, before which the job had stepped, that a replay without steps has not."""
+    numbers = [each.recorded.num_steps_before for each in compared_passes if each.recorded.num_steps_before is not None]
+    has_first = any(
+        each.recorded.num_steps_before == min(numbers, default=0) and each.weight_comparison.are_same
+        for each in compared_passes
+    )
+    explained = []
+    for compared_pass in compared_passes:
+        weights, num_steps = compared_pass.weight_comparison, compared_pass.recorded.num_steps_before
+        if has_first and weights.differing and num_steps is not None and num_steps > min(numbers):
+            doubt = f"the job had taken {pluralise(num_steps - min(numbers), 'step')} before this pass, the replay none"
+            compared_pass = replace(compared_pass, weight_comparison=replace(weights, doubt=doubt))
+        explained.append(compared_pass)
+    return explained
 
 
 def choose_weights_to_show(compared_passes: Sequence[ComparedPass]) -> WeightComparison | None:

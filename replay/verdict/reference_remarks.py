@@ -145,8 +145,8 @@ def _describe_following(passes: Passes) -> str | None:
     if len(numbers) < LEAST_MOVED or any(relative_difference(*pair) > UNMOVED_SUM for pair in numbers):
         return None
     return (
-        f"after {LEAST_STEPS} steps and more its noted log-probs of {pluralise(len(numbers), 'sequence')} are the "
-        "policy's own of the same pass: does it move with the policy, as one object with it?"
+        f"from step {LEAST_STEPS + 1} on its log-probs, noted of {pluralise(len(numbers), 'sequence')}, equal the "
+        "policy's of the same pass: is it the same object as the policy, and trained with it?"
     )
 
 

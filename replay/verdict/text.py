@@ -39,7 +39,7 @@ def format_verdict(verdict: Verdict) -> Pairs:
         lines.append(("also wrong", f"{', '.join(verdict.unexplained)}, which no cause above explains"))
     if verdict.may_follow:
         names = ", ".join(verdict.may_follow)
-        lines.append(("also wrong", f"{names}, in later passes alone, where it may follow from that step"))
+        lines.append(("also wrong", f"{names}, but only after that step, which may be why"))
     lines += [("evidence", evidence) for evidence in _list_evidence(verdict)]
     lines += [("not judged", text) for text in _list_open_findings(verdict)]
     lines += [("open", _describe_open_passes(verdict))] if verdict.outcome is not Outcome.CANNOT_TELL else []
@@ -61,16 +61,17 @@ def format_verdict(verdict: Verdict) -> Pairs:
 def format_weights(weights: WeightComparison) -> str:
     """Say what the samples of one pass tell about the weights."""
     if (first := weights.first) is not None:
+        why = "" if weights.doubt is None else f"; {weights.doubt}"
         share = f"{len(weights.differing)} of {pluralise(len(weights.compared), 'sampled parameter')}"
         return (
             f"other than the job's: {share} differ, first {first.name}, element {first.index}: "
-            f"{first.recorded:.6g} in the job, {first.replayed:.6g} here"
+            f"{first.recorded:.6g} in the job, {first.replayed:.6g} here{why}"
         )
     if not weights.compared:
         return weights.doubt or "this rank holds no samples of the job's sharded weights"
     doubt = "" if weights.doubt is None else f", but {weights.doubt}"
     num_parameters = pluralise(weights.num_parameters, "parameter")
-    until = ", until a step of the job gave other ones" if weights.differing else ""
+    until = ", until a step of the job gave other ones" if weights.differing and not doubt else ""
     return f"as the job's in {len(weights.compared)} of its {num_parameters}, sampled{until}{doubt}"
 
 
@@ -141,7 +142,8 @@ def _describe_coverage(coverage: Coverage) -> str:
     text = f"{coverage.num_judged} of {pluralise(coverage.num_passes, 'pass')}"
     if coverage.num_steps:
         text += f" and {coverage.num_steps_judged} of {pluralise(coverage.num_steps, 'step')}"
-    forward = f"; of {coverage.num_forward_judged} more the forward" if coverage.num_forward_judged else ""
+    more = f"{pluralise(coverage.num_forward_judged, 'pass')}{' more' if coverage.num_judged else ''}"
+    forward = f"; of {more} the forward alone" if coverage.num_forward_judged else ""
     return f"{text} judged{forward}"
 
 

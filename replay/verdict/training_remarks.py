@@ -74,9 +74,8 @@ def describe_weighting(passes: Sequence[PassEvidence]) -> Pairs:
         if is_whole and has_equal and min(numbers) and max(numbers) / min(numbers) > 1 + UNEQUAL_NUMBERS:
             times = max(numbers) / min(numbers)
             few, many = (window[numbers.index(number)].record for number in (min(numbers), max(numbers)))
-            by_tokens = (
-                f"a token of {_name_pass(few, window)} counts {times:.3g} times one of {_name_pass(many, window)}"
-            )
+            light, heavy = (_name_pass(record, window) for record in (many, few))
+            by_tokens = f"a token of {heavy} weighs {times:.3g} times as much as one of {light}"
             text = f"each pass weighs the same, as in the job, whatever its tokens: {by_tokens}"
             return [("note", f"window: {text}. Short micro-batches weigh more per token")]
     return []

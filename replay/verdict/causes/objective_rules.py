@@ -52,10 +52,10 @@ def find_other_objective(evidence: CauseEvidence) -> Cause | None:
     is_sure = best >= SURE_GAIN if num_gradients >= MANY_VALUES else best >= SURE_GAIN_A_TRIAL * len(by_name[0])
     also = "".join(f"; or it {variants[0].says}, which gives the same numbers" for variants in chosen[1:MAX_NAMED])
     also += f"; {len(chosen) - MAX_NAMED} more do" if chosen[MAX_NAMED:] else ""
-    numbers = f"that has the value of the job's in {pluralise(len(wrong), 'pass')}"
+    numbers = f"computed so, the loss is the job's in {pluralise(len(wrong), 'pass')}"
     if num_gradients:
         apart = max(variant.gradient_apart or 0.0 for variant in chosen[0])
-        numbers += f", and the gradient of its logits at {pluralise(num_gradients, 'token')}, to {apart:.1g}"
+        numbers += f", and so is the gradient of the logits at {pluralise(num_gradients, 'token')}, to {apart:.1g}"
     return Cause(
         name=CauseName.OBJECTIVE,
         sureness=Sureness.IS if is_sure and len(chosen) == 1 else Sureness.PROBABLY,

@@ -196,8 +196,9 @@ def find_other_update(evidence: CauseEvidence) -> Cause | None:
         return Cause(
             name=CauseName.OPTIMIZER,
             sureness=Sureness.PROBABLY,
-            sentence=f"no step of the job moves {name_some(patterns, 3)}, {name_time(verdict)}: its optimizer was not "
-            f"given what has a gradient there{', or had lost the gradient since the clipping' if is_clipped else ''}",
+            sentence=f"no step of the job moves {name_some(patterns, 3)}, {name_time(verdict)}: the "
+            f"job's optimizer does not hold {'it' if len(still) == 1 else 'them'}"
+            f"{', or the gradient was gone between the clipping and the step' if is_clipped else ''}",
             try_next="make the optimizer after all that makes new parameters (resize_token_embeddings, "
             f"load_state_dict(assign=True), fully_shard){'; keep .grad until the step' if is_clipped else ''}",
             explains=(STEPPED, *EXPLAINED),

@@ -4,11 +4,18 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from actor_init.spec import ActorSpec
 from capture.file_format.optimizer_step import OptimizerStep
 from replay.tolerances.job_bounds import TOKEN_LOG_PROBS, NoiseFloor
 from replay.verdict.findings import VerdictSettings, list_dtypes
-from replay.verdict.pass_weights import drop_floors_after_rounded_step, merge_weight_samples
+from replay.verdict.pass_weights import (
+    drop_floors_after_rounded_step,
+    explain_unfollowed_steps,
+    infer_weights_after_steps,
+    merge_weight_samples,
+)
 from replay.verdict.recorded_pass import WeightComparison
 from tests.replay.verdict.causes.made_evidence import draw_gradients, make_window
 
@@ -75,3 +82,43 @@ def test_weights_that_move_between_passes_of_one_step_count_are_each_passs_own()
 
 def test_what_two_ranks_sampled_of_their_shards_is_no_movement() -> None:
     assert compare((0, True), (1, False), is_sharded=True) == [("w",), ("w",)]
+
+
+@pytest.mark.parametrize("is_first_same", [True, False])
+def test_weights_behind_a_step_of_the_job_are_told_from_other_weights_of_the_start(is_first_same: bool) -> None:
+    job = draw_gradients()
+    passes = []
+    for number, is_same in enumerate((is_first_same, False)):
+        weights = WeightComparison(compared=("w",), num_parameters=1, differing=() if is_same else ("w",))
+        [compared] = make_window([job], job, index=number)
+        passes.append(replace(compared, weight_comparison=weights))
+    doubts = [compared.weight_comparison.doubt for compared in explain_unfollowed_steps(passes)]
+    told = "the job had taken 1 step before this pass, the replay none"
+    assert doubts == [None, told if is_first_same else None]
+
+
+@pytest.mark.parametrize("is_in_step", [True, False])
+def test_a_pass_that_no_step_of_the_job_took_is_said_to_be_replayed_last(is_in_step: bool) -> None:
+    job = draw_gradients()
+    passes = []
+    for index, number in enumerate((0, 1)):
+        [compared] = make_window([job], job, index=index)
+        step = compared.recorded.step_after
+        assert step is not None
+        recorded = replace(
+            compared.recorded,
+            forward_number=number,
+            num_steps_before=0,
+            step_after=replace(step, passes=(0, 1) if is_in_step else (0,)) if not index else None,
+        )
+        result = replace(compared.record.result, num_steps=index, has_stepped=not index)
+        record = replace(compared.record, result=result)
+        weights = WeightComparison(compared=("w",), num_parameters=1)
+        passes.append(replace(compared, record=record, recorded=recorded, weight_comparison=weights))
+    settings = replace(note("AdamW")[0], steps_unasked=True)
+    doubt = infer_weights_after_steps(passes, settings)[1].weight_comparison.doubt
+    assert doubt == (
+        "the job had taken 0 steps before this pass, the replay 1"
+        if is_in_step
+        else "no step of the job took this pass, so it was replayed last, after 1 step; in the job after 0 steps"
+    )

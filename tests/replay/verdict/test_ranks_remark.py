@@ -79,7 +79,10 @@ def test_a_window_of_two_ranks_is_weighed_whole() -> None:
     assert f"`{label}`" in (ROOT / "docs" / "verdict.md").read_text()
     assert label == "note"
     assert text.startswith("window: each pass weighs the same")
-    assert "a token of pass 1 of rank 0 counts 4 times one of pass 2 of rank 1. Short micro-batches weigh more" in text
+    assert (
+        "a token of pass 1 of rank 0 weighs 4 times as much as one of pass 2 of rank 1. Short micro-batches weigh more"
+        in text
+    )
     nearly = [
         PassEvidence(
             member.record, replace(member.recorded, num_tokens=member.recorded.num_tokens // 40 + 29), member.replayed

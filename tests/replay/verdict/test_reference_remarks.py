@@ -75,7 +75,7 @@ def test_a_reference_that_moves_with_the_policy_is_told_by_numbers_that_stay_the
             [make_evidence(noted, index=index, dtype=dtype) for index in range(first, first + 2)]
         )
     ]
-    assert any("does it move with the policy" in text for text in texts) is says
+    assert any("is it the same object as the policy" in text for text in texts) is says
 
 
 def test_after_a_step_the_policy_is_not_the_reference() -> None:

@@ -5,7 +5,8 @@ from dataclasses import replace
 
 from replay.verdict.findings import Finding, FindingStatus, judge_number
 from replay.verdict.outcomes import Coverage, Outcome, PassVerdict, Verdict
-from replay.verdict.text import format_verdict
+from replay.verdict.recorded_pass import DifferingElement, WeightComparison
+from replay.verdict.text import format_verdict, format_weights
 
 RANKS = "the job's step took 2 passes of 2 ranks"
 COUNT = "the norm's step was not recorded"
@@ -77,3 +78,26 @@ def test_the_numbers_nearest_to_their_bounds_are_told_first_and_the_others_count
     [evidence] = list_lines(make_verdict(worst=agreeing), "evidence")
     numbers = ", ".join(f"q{i} to 0.{i} (bound 1)" for i in (6, 5, 4, 3))
     assert evidence == f"{numbers}, 2 more within their bounds; computed in float32"
+
+
+def test_passes_whose_forward_alone_was_judged_are_counted_beside_those_that_were_judged_whole() -> None:
+    def cover(num_judged: int, num_forward_judged: int) -> list[str]:
+        coverage = Coverage(num_passes=8, num_judged=num_judged, num_forward_judged=num_forward_judged, num_steps=4)
+        return list_lines(replace(make_verdict(), coverage=coverage), "coverage")
+
+    assert cover(0, 1) == ["0 of 8 passes and 0 of 4 steps judged; of 1 pass the forward alone"]
+    assert cover(2, 3) == ["2 of 8 passes and 0 of 4 steps judged; of 3 passes more the forward alone"]
+    assert cover(8, 0) == ["8 of 8 passes and 0 of 4 steps judged"]
+
+
+def test_weights_of_a_pass_that_was_replayed_last_are_not_said_to_be_of_another_step() -> None:
+    weights = WeightComparison(compared=("w",), num_parameters=1, differing=("w",))
+    assert (
+        format_weights(weights)
+        == "as the job's in 1 of its 1 parameter, sampled, until a step of the job gave other ones"
+    )
+    doubted = format_weights(replace(weights, doubt="no step of the job took this pass"))
+    assert doubted == "as the job's in 1 of its 1 parameter, sampled, but no step of the job took this pass"
+    first = DifferingElement(name="w", index=3, recorded=0.5, replayed=0.25)
+    behind = format_weights(replace(weights, first=first, doubt="the job had stepped"))
+    assert behind.endswith("element 3: 0.5 in the job, 0.25 here; the job had stepped")

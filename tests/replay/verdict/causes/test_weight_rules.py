@@ -233,10 +233,10 @@ def test_parameters_that_no_step_moves_are_in_no_optimizer() -> None:
     cause = judge_update([1.0] * 6 + [0.0] * 2)
     assert (cause.name, cause.sureness) == (CauseName.OPTIMIZER, Sureness.PROBABLY)
     assert "model.layers.[6-7].weight" in cause.sentence
-    assert cause.sentence.endswith("its optimizer was not given what has a gradient there")
+    assert cause.sentence.endswith("the job's optimizer does not hold them")
     # The gradients of a job that clips were recorded before its step.
     clipped = judge_update([1.0] * 6 + [0.0] * 2, max_norm=1.0)
-    assert clipped.sentence.endswith("or had lost the gradient since the clipping")
+    assert clipped.sentence.endswith("or the gradient was gone between the clipping and the step")
 
 
 def judge_third_step(earlier_move: float) -> Cause:
