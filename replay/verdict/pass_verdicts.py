@@ -244,8 +244,9 @@ def _judge_window(
         *find_unmoved_weights(window, compared_passes, settings),
         *find_miscounted_steps(window, compared_passes, settings),
         *find_settings_of_ranks(window),
-        *find_weights_of_ranks(window, compared_passes, settings),
     ]
+    # The gradient of several models is none of the replay's, and its numbers beside these would tell nothing.
+    findings = find_weights_of_ranks(window, compared_passes, settings) or findings
     if not findings:
         return None
     weights = merge_comparisons([compared_pass.weight_comparison for compared_pass in window])

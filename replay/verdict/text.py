@@ -231,9 +231,12 @@ def _list_open_findings(verdict: Verdict) -> list[str]:
     open for it: then the line `open` has it.
     """
     told = _group_open_passes(verdict)
-    compared = [finding for finding in verdict.open if finding.replayed is not None or finding.values_as_text]
+    # A first line of words has said already what is unsettled, and why.
+    shown = verdict.first.findings[:1] if verdict.first is not None and verdict.outcome is Outcome.UNSETTLED else ()
+    still_open = [finding for finding in verdict.open if finding.values_as_text is None or finding not in shown]
+    compared = [finding for finding in still_open if finding.replayed is not None or finding.values_as_text]
     names_by_doubt: dict[str, list[str]] = {}
-    for finding in verdict.open:
+    for finding in still_open:
         if finding not in compared and _shorten_reason(str(finding.doubt), verdict) not in told:
             names_by_doubt.setdefault(str(finding.doubt), []).append(_label_of(finding))
     alone = [f"{', '.join(names)}: {doubt}" for doubt, names in names_by_doubt.items()]

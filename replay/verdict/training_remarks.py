@@ -18,7 +18,7 @@ from replay.verdict.optimizer_facts import find_facts_of_ranks
 from replay.verdict.outcomes import Outcome, PassVerdict, Verdict
 from replay.verdict.pass_windows import group_into_windows
 from replay.verdict.rank_weights import have_same_weights_after
-from replay.verdict.recorded_pass import MOVED, NEXT_TOKENS, RecordedPass, match_parameter_name
+from replay.verdict.recorded_pass import MOVED, NEXT_TOKENS, WEIGHTS_OF_RANKS, RecordedPass, match_parameter_name
 from replay.verdict.step_remarks import (
     has_only_emptied_gradients,
     holds_no_trained_parameter,
@@ -42,9 +42,12 @@ def list_training_remarks(passes: Sequence[PassEvidence], verdict: Verdict, *, i
     is_told = any(finding.name == MOVED for window in verdict.windows for finding in window.findings)
     remarks = list_step_remarks(recorded_passes, is_whole=is_whole, is_stillness_told=is_told)
     steps = [(LABEL, remark) for remark in remarks]
+    # What ranks that began with other weights differ in besides follows from that.
+    began_apart = any(finding.name == WEIGHTS_OF_RANKS for window in verdict.windows for finding in window.findings)
+    of_ranks = [] if began_apart else _compare_ranks(passes) or _compare_forwards_of_ranks(passes, verdict.passes)
     return [
         *_check_labels(verdict),
-        *(_compare_ranks(passes) or _compare_forwards_of_ranks(passes, verdict.passes)),
+        *of_ranks,
         *steps,
         *_check_optimizer_state(passes),
     ]

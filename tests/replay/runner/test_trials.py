@@ -112,6 +112,22 @@ def test_the_trial_that_gives_the_jobs_numbers_is_the_cause(
     assert f"also ran   {ran}" in capsys.readouterr().out
 
 
+def test_frequencies_that_the_job_never_computed_go_before_positions_that_give_the_same_numbers(
+    tmp_path: Path, one_world: None
+) -> None:
+    """As of a model that is built on the meta device and filled by to_empty(): no checkpoint has its frequencies."""
+
+    def empty_frequencies(model: Any) -> None:
+        model.model.rotary_emb.inv_freq.zero_()
+
+    verdict = replay(train(tmp_path, empty_frequencies), tmp_path / "logs")
+    agreeing = {result["name"] for result in verdict["trials"]["results"] if result["agrees"]}
+    assert agreeing == {"positions: all 0", "buffers of zeros"}
+    cause = verdict["causes"][0]
+    assert (cause["name"], cause["sureness"]) == (CauseName.POSITIONS, "is")
+    assert cause["sentence"].startswith("the buffer model.rotary_emb.inv_freq is all zeros in the job, ")
+
+
 def test_a_loss_of_the_loops_own_is_known_by_the_gradient_of_its_logits(tmp_path: Path, one_world: None) -> None:
     """Nobody noted it, so that no loss is there to be compared."""
     model: Any = make_model(tmp_path, saves=False).train()
