@@ -8,7 +8,6 @@ from replay.verdict.causes.cause import Cause, CauseName, Sureness
 from replay.verdict.causes.evidence import CauseEvidence, name_time
 from replay.verdict.causes.wrong_gradient import GRADIENT_FINDINGS
 from replay.verdict.gradient_findings import ComparedPass, list_steps
-from replay.verdict.model_facts import ModelDifferenceKind
 from replay.verdict.outcomes import PassVerdict
 from replay.verdict.recorded_pass import MISSING_GRADIENT, WEIGHTING
 
@@ -94,7 +93,7 @@ def find_other_norm(evidence: CauseEvidence) -> Cause | None:
     if wrong is None or evidence.is_forward_wrong or wrong[0] is not evidence.first_wrong:
         return None
     verdict, norm = wrong
-    if any(difference.kind is ModelDifferenceKind.FROZEN for difference in evidence.settings.model_differences):
+    if evidence.has_other_trained_parameters:
         # The job's norm is of fewer parameters, then.
         return None
     if any(finding.is_wrong and finding.name == MISSING_GRADIENT for finding in verdict.findings):

@@ -19,6 +19,7 @@ from replay.verdict.causes.weight_rules import (
     find_ranks_with_other_weights,
     find_weights_of_earlier_step,
 )
+from replay.verdict.model_facts import ModelDifference, ModelDifferenceKind
 from replay.verdict.outcomes import OTHER_WEIGHTS, Outcome
 from replay.verdict.pass_weights import find_weights_of_ranks
 from replay.verdict.recorded_pass import DifferingElement, SteppedSample, WeightComparison
@@ -349,6 +350,10 @@ def test_a_cause_of_the_step_needs_its_weights_to_be_wrong_first() -> None:
     evidence = make_gradient_evidence(make_window([gradients], gradients), names=(STEPPED,))
     assert find_other_update(evidence) is not None
     assert find_other_update(make_forward_evidence(LOSS)) is None
+    # What the job froze stays where it is, and the replay's step moves it.
+    frozen = ModelDifference(kind=ModelDifferenceKind.FROZEN, where="w", job="frozen", replay="trained")
+    settings = replace(evidence.settings, model_differences=[frozen])
+    assert find_other_update(replace(evidence, settings=settings)) is None
     [forward] = make_forward_evidence(LOSS).verdicts
     assert find_other_update(replace(evidence, verdicts=[forward, *evidence.verdicts])) is None
     # Without weights behind the step it is said in general.
