@@ -315,9 +315,15 @@ def list_divergences(noted: NotedLogProbs) -> Iterator[float]:
 def place_own_log_probs(
     log_probs_BA: Tensor, has_BA: Tensor, *, first_column: int, num_tokens: int
 ) -> tuple[Tensor, Tensor]:
-    """Place log-probs [B, A], and where there are any, at their tokens, [B, S]; the first at `first_column`."""
-    width = num_tokens - first_column
+    """Place log-probs [B, A], and where there are any, at their tokens, [B, S].
+
+    first_column  where the first of the A log-probs belongs. It is negative where there are more of them than tokens:
+                  the first ones belong to none
+    """
+    num_before, begin = max(0, -first_column), max(0, first_column)
+    width = num_tokens - begin
     own_BS = log_probs_BA.new_zeros(len(log_probs_BA), num_tokens)
     has_BS = torch.zeros_like(own_BS, dtype=torch.bool)
-    own_BS[:, first_column:], has_BS[:, first_column:] = log_probs_BA[:, :width], has_BA[:, :width]
+    own_BS[:, begin:] = log_probs_BA[:, num_before : num_before + width]
+    has_BS[:, begin:] = has_BA[:, num_before : num_before + width]
     return own_BS, has_BS

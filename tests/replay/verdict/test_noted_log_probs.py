@@ -160,3 +160,6 @@ def test_own_log_probs_stand_at_their_tokens() -> None:
     # Targets beside the tokens that predict them have one more place, which is no token.
     own_BS, _ = place_own_log_probs(torch.arange(4.0)[None], torch.ones(1, 4) > 0, first_column=1, num_tokens=4)
     assert own_BS.tolist() == [[0.0, 0.0, 1.0, 2.0]]
+    # More log-probs than tokens: the first ones are of none.
+    own_BS, has_BS = place_own_log_probs(torch.arange(4.0)[None], torch.ones(1, 4) > 0, first_column=-1, num_tokens=3)
+    assert (own_BS.tolist(), has_BS.tolist()) == ([[1.0, 2.0, 3.0]], [[True, True, True]])
