@@ -34,6 +34,7 @@ CAUSE = Cause(
     sureness=Sureness.IS,
     sentence="the loss is another one",
     explains=[],
+    entails=[],
     try_next="--loss sft",
 )
 WRONG = replace(
