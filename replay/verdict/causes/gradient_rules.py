@@ -53,6 +53,11 @@ from replay.verdict.model_facts import ModelDifferenceKind as Kind
 from replay.verdict.outcomes import PassVerdict
 from replay.verdict.recorded_pass import MOVED, WEIGHTING
 
+# A factor on some gradients that is farther from 1 comes of no term that the loop adds to the model's loss.
+LEAST_FACTOR = 0.1
+# What else changes gradients where the recording states no hook: nobody sees such a term.
+OR_A_TERM = "; or for a term that the loop adds to the model's loss, such as a penalty or a z-loss"
+
 
 def find_ranks_own_gradients(evidence: CauseEvidence) -> Cause | None:
     """Tell that ranks stepped parameters, each of which every rank holds whole, with gradients of their own."""
@@ -255,12 +260,16 @@ def find_scaled_gradients(evidence: CauseEvidence) -> Cause | None:
     is_other_forward = any(difference.kind in OTHER_FORWARD_KINDS for difference in evidence.settings.model_differences)
     hooks = (difference for difference in evidence.settings.model_differences if difference.kind is Kind.PARAMETER_HOOK)
     own = [f"; {describe_model_difference(hook)}" for hook in hooks if wrong.is_confined_to(hook.where)]
+    # A term that the loop adds to the model's loss may change some gradients by more than their bounds, and others by
+    # less. It makes none of them twice as long.
+    is_sure = wrong.is_sure(off, is_off=True) and bool(own or abs(known[0] - 1) > LEAST_FACTOR)
     return Cause(
         name=CauseName.GRADIENTS_SCALED,
-        sureness=Sureness.IS if wrong.is_sure(off, is_off=True) and not is_other_forward else Sureness.PROBABLY,
+        sureness=Sureness.IS if is_sure and not is_other_forward else Sureness.PROBABLY,
         sentence=f"the gradient of {name_parameters(names, list(parameters))} is {known[0]:.4g} times that of the "
-        f"loss, {name_time(wrong.verdict)}; the others are the loss's{''.join(own)}",
-        try_next="look for what multiplies these gradients: a hook on these parameters or on their module",
+        f"loss, {name_time(wrong.verdict)}; the others are the loss's, within their bounds{''.join(own)}",
+        try_next="look for what multiplies these gradients: a hook on these parameters or on their module"
+        + ("" if is_sure else OR_A_TERM),
         explains=GRADIENT_FINDINGS,
     )
 
@@ -309,18 +318,20 @@ def find_changed_gradients(evidence: CauseEvidence) -> Cause | None:
     of_setting = f"; {describe_model_difference(of_module[0])}" if of_module else ""
     explains_more = len(of_module) < len(stated)
     may_be_other = explains_more or any(find(evidence) is not None for find in others)
+    is_sure = bool(of_module) and wrong.is_sure(off, is_off=True)
     ordered = sorted(off, key=lambda parameter: parameter.difference or 0.0, reverse=True)
     what = name_parameters([parameter.name for parameter in ordered], list(wrong.gradient.parameters))
     return Cause(
         name=CauseName.GRADIENTS_CHANGED,
-        sureness=Sureness.IS if wrong.is_sure(off, is_off=True) and not may_be_other else Sureness.PROBABLY,
+        sureness=Sureness.IS if is_sure and not may_be_other else Sureness.PROBABLY,
         sentence=f"the gradient of {what} is not that of the loss, {name_time(wrong.verdict)}: that of {worst.name} is "
-        f"{how}; the gradients of other parameters are the loss's{of_setting}",
+        f"{how}; the gradients of other parameters are the loss's, within their bounds{of_setting}",
         try_next=f"take the {of_module[0].key} of {of_module[0].where} out of the job, or give it to the model here"
         if of_module
         else f"see whether it comes of this: {describe_model_difference(stated[0])}"
         if stated
-        else "look for a hook on these parameters, or for an autograd function of the job's own on the way to them",
+        else "look for a hook on these parameters, or for an autograd function of the job's own on the way to them"
+        + OR_A_TERM,
         explains=GRADIENT_FINDINGS,
     )
 

@@ -53,8 +53,11 @@ def add_gradients(*parts: tuple[float, Gradients]) -> Mapping[str, Sequence[floa
 )
 def test_what_is_wrong_with_a_gradient_of_one_rank(job: Gradients, name: CauseName, words: str) -> None:
     cause = find_causes(make_gradient_evidence(make_window([job], SOUND)))[0]
-    assert (cause.name, cause.sureness) == (name, Sureness.IS)
+    # Without a hook that was recorded, it may come of a term that the loop added to the loss.
+    is_sure = name is not CauseName.GRADIENTS_CHANGED
+    assert (cause.name, cause.sureness) == (name, Sureness.IS if is_sure else Sureness.PROBABLY)
     assert words in cause.sentence
+    assert ("a term that the loop adds" in (cause.try_next or "")) is not is_sure
     assert "since the job's step 1" in cause.sentence
 
 
@@ -62,7 +65,10 @@ def test_a_factor_behind_a_step_that_was_another_one_is_no_cause_of_its_own() ->
     """Its gradient is of other weights, as where the job clips and the replay does not."""
     windows = [make_window([SOUND], SOUND), make_window([scale_gradients(SOUND, 0.9988, "embed")], SOUND, index=1)]
     evidence = make_gradient_evidence(*windows)
-    assert find_causes(evidence)[0].sureness is Sureness.IS
+    [cause] = find_causes(evidence)
+    # A factor so near to 1 may come of a term that the loop added to the loss.
+    assert (cause.name, cause.sureness) == (CauseName.GRADIENTS_SCALED, Sureness.PROBABLY)
+    assert "a term that the loop adds" in (cause.try_next or "")
     step = judge_number(OPTIMIZER, 1.0, 0.0, difference=1.0, bound=0.1)
     step = replace(step, values_as_text="clipped to 1 in the job, to nothing here")
     first = make_verdict(0, [step], optimizer_step=0)
@@ -266,21 +272,15 @@ def test_gradients_that_are_as_many_times_the_mean_as_there_are_ranks_were_proba
 
 
 @pytest.mark.parametrize(
-    ("turned", "name", "sureness"),
-    [
-        (NAMES[:5], CauseName.DROPOUT, Sureness.PROBABLY),
-        (NAMES[1:2], CauseName.GRADIENTS_CHANGED, Sureness.IS),
-    ],
+    ("turned", "name"), [(NAMES[:5], CauseName.DROPOUT), (NAMES[1:2], CauseName.GRADIENTS_CHANGED)]
 )
-def test_most_gradients_turn_where_a_backward_has_other_dropout_masks(
-    turned: Sequence[str], name: CauseName, sureness: Sureness
-) -> None:
+def test_most_gradients_turn_where_a_backward_has_other_dropout_masks(turned: Sequence[str], name: CauseName) -> None:
     job = {parameter: OTHER[parameter] if parameter in turned else values for parameter, values in SOUND.items()}
     window = [replace(compared, masks=PROVEN_MASKS) for compared in make_window([job], SOUND)]
     evidence = make_gradient_evidence(window)
     evidence = replace(evidence, settings=replace(evidence.settings, dropout=["attn_pdrop"]))
     cause = find_causes(evidence)[0]
-    assert (cause.name, cause.sureness) == (name, sureness)
+    assert (cause.name, cause.sureness) == (name, Sureness.PROBABLY)
     # The gradient of another objective turns too, and tells nothing of masks.
     [verdict] = evidence.verdicts
     doubted = [replace(finding, doubt=UNKNOWN_OBJECTIVE) for finding in verdict.findings]
