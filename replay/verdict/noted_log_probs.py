@@ -129,9 +129,7 @@ def describe_noted_log_probs(
 
 def _describe_shift(label: str, passes: Sequence[NotedLogProbs]) -> str | None:
     """Say that the log-probs stand one place before or after their tokens."""
-    rows = [
-        pair for noted in passes if label in noted.noted for pair in zip(noted.own, noted.noted[label], strict=True)
-    ]
+    rows = _pair_rows(label, passes)
     for places, neighbour in ((1, "before"), (-1, "after")):
         # Each number is held against both tokens, so that the two distances are of the same numbers.
         own, other, values = _align(rows, places)
@@ -144,6 +142,21 @@ def _describe_shift(label: str, passes: Sequence[NotedLogProbs]) -> str | None:
                 f"they are {apart_moved:.2g} from the policy's of that one, and {apart:.2g} from the token's own"
             )
     return None
+
+
+def _pair_rows(label: str, passes: Sequence[NotedLogProbs]) -> list[tuple[Row, Row]]:
+    """Pair each row of the policy's log-probs with the noted ones."""
+    return [
+        pair for noted in passes if label in noted.noted for pair in zip(noted.own, noted.noted[label], strict=True)
+    ]
+
+
+def _correlate(pairs: Sequence[tuple[float, float]]) -> float | None:
+    """Return the correlation of the first numbers with the second; None where all of either are equal."""
+    try:
+        return correlation(*zip(*pairs, strict=True))
+    except StatisticsError:
+        return None
 
 
 def _align(rows: Sequence[tuple[Row, Row]], places: int) -> tuple[list[float], list[float], list[float]]:
@@ -208,21 +221,11 @@ def _describe_other_rows(label: str, steps: Sequence[tuple[int | None, NotedLogP
 
 def _describe_unlike(label: str, passes: Sequence[NotedLogProbs]) -> str | None:
     """Say that the log-probs have nothing to do with the policy's."""
-    pairs = [
-        pair
-        for noted in passes
-        if label in noted.noted
-        for rows in zip(noted.own, noted.noted[label], strict=True)
-        for pair in _list_pairs(*rows)
-    ]
+    pairs = [pair for rows in _pair_rows(label, passes) for pair in _list_pairs(*rows)]
     if len(pairs) < MANY_TOKENS:
         return None
-    try:
-        both = correlation(*zip(*pairs, strict=True))
-    except StatisticsError:
-        # All are equal.
-        return None
-    if both > GOES_NOT_WITH:
+    both = _correlate(pairs)
+    if both is None or both > GOES_NOT_WITH:
         return None
     return (
         f"the noted log-probs of {pluralise(len(pairs), 'token')} do not go with the policy's (correlation "
@@ -232,22 +235,13 @@ def _describe_unlike(label: str, passes: Sequence[NotedLogProbs]) -> str | None:
 
 def _describe_first_step(passes: Sequence[NotedLogProbs]) -> str | None:
     """Say that the old policy's log-probs are not the policy's before it has been stepped."""
-    pairs = [
-        pair
-        for noted in passes
-        if OLD_POLICY in noted.noted
-        for rows in zip(noted.own, noted.noted[OLD_POLICY], strict=True)
-        for pair in _list_pairs(*rows)
-    ]
+    pairs = [pair for rows in _pair_rows(OLD_POLICY, passes) for pair in _list_pairs(*rows)]
     if len(pairs) < LEAST_TOKENS:
         return None
     apart = _measure(*zip(*pairs, strict=True))
     if apart < FAR_LOG_PROBS:
         return None
-    try:
-        both = correlation(*zip(*pairs, strict=True))
-    except StatisticsError:
-        both = 0.0
+    both = _correlate(pairs) or 0.0
     question = (
         "is the temperature or dtype another one?"
         if both > GOES_WITH
