@@ -24,30 +24,26 @@ def find_mask_of_padding(evidence: CauseEvidence) -> Cause | None:
 
 def find_labels_of_other_side(evidence: CauseEvidence) -> Cause | None:
     """Tell that labels are padded on the other side than the tokens that they are of."""
-    first = evidence.first_wrong
     text = describe_other_side(_list_token_traits(evidence))
-    if first is None or text is None:
-        return None
-    return Cause(
-        name=CauseName.OTHER_TOKENS,
-        sureness=Sureness.IS,
-        sentence=f"{text}, {name_time(first)}",
-        try_next="pad labels on the side on which the tokenizer pads",
-        explains=EXPLAINED,
-    )
+    return _name_other_targets(evidence, text, "pad labels on the side on which the tokenizer pads")
 
 
 def find_targets_of_next_rows(evidence: CauseEvidence) -> Cause | None:
     """Tell that the last place of each row is trained on the first token of the next one."""
-    first = evidence.first_wrong
     text = describe_crossing(_list_token_traits(evidence))
+    return _name_other_targets(evidence, text, "in the job's loss shift each row: logits[:, :-1] against labels[:, 1:]")
+
+
+def _name_other_targets(evidence: CauseEvidence, text: str | None, try_next: str) -> Cause | None:
+    """Name what the recorded tokens say of their targets, `text`, as the cause, if a number is wrong."""
+    first = evidence.first_wrong
     if first is None or text is None:
         return None
     return Cause(
         name=CauseName.OTHER_TOKENS,
         sureness=Sureness.IS,
         sentence=f"{text}, {name_time(first)}",
-        try_next="in the job's loss shift each row: logits[:, :-1] against labels[:, 1:]",
+        try_next=try_next,
         explains=EXPLAINED,
     )
 
