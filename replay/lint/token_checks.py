@@ -446,11 +446,10 @@ def _check_turn_ends(traits: Sequence[TokenTraits], subject: LintSubject) -> Ite
         return
     if any(row.ends_unlabelled and row.trailing[0] in subject.eos_token_ids for row in rows):
         return
-    ids = " or ".join(map(str, sorted(subject.eos_token_ids)))
     yield LintRemark(
         topic="labels",
-        text=f"token {ids}, which ends a text, has no label at any of {number} places inside the rows, though the "
-        "tokens before it have: is only the last turn to end?",
+        text=f"token {_name_ends(subject)}, which ends a text, has no label at any of {number} places inside the rows, "
+        "though the tokens before it have: is only the last turn to end?",
         weight=Weight.SETTING,
     )
 
@@ -466,6 +465,15 @@ def _list_whole_rows(traits: Sequence[TokenTraits]) -> list[RowTraits]:
     ]
 
 
+def _name_ends(subject: LintSubject) -> str:
+    return " or ".join(map(str, sorted(subject.eos_token_ids)))
+
+
+def _are_many(cut: Sequence[RowTraits], rows: Sequence[RowTraits]) -> bool:
+    """Tell whether so many of these rows were cut off that it is no chance."""
+    return len({row.digest for row in cut}) >= _MIN_ALIKE and len(cut) >= _MANY * len(rows)
+
+
 def _check_cut_ends(traits: Sequence[TokenTraits], subject: LintSubject) -> Iterator[LintRemark]:
     """Say so where many rows of the greatest length lack the end that the others have.
 
@@ -478,13 +486,13 @@ def _check_cut_ends(traits: Sequence[TokenTraits], subject: LintSubject) -> Iter
     num_ended = sum(bool(row.has_end) for row in rows)
     have_ends = num_ended >= _MIN_ALIKE and sum(bool(row.has_end) for row in shorter) >= _MOST * len(shorter)
     are_all = len(cut) == len(rows) and all(row.has_prompt for row in rows)
-    if len({row.digest for row in cut}) < _MIN_ALIKE or len(cut) < _MANY * len(rows) or not (have_ends or are_all):
+    if not _are_many(cut, rows) or not (have_ends or are_all):
         return
-    ids = " or ".join(map(str, sorted(subject.eos_token_ids)))
     yield LintRemark(
         topic="rows",
-        text=f"{len(cut)} of {pluralise(len(rows), 'row')} end after {most} tokens without token {ids}, which ends a "
-        "text: were they cut off at a maximal length? Nothing in them teaches where an answer ends",
+        text=f"{len(cut)} of {pluralise(len(rows), 'row')} end after {most} tokens without token "
+        f"{_name_ends(subject)}, which ends a text: were they cut off at a maximal "
+        "length? Nothing in them teaches where an answer ends",
         weight=Weight.WRONG_TOKENS,
     )
 
@@ -499,7 +507,7 @@ def _check_cut_begins(traits: Sequence[TokenTraits]) -> Iterator[LintRemark]:
         return
     [first] = firsts
     cut = [row for row in rows if row.num_tokens == most and row.first_tokens[0] != first]
-    if len({row.digest for row in cut}) < _MIN_ALIKE or len(cut) < _MANY * len(rows):
+    if not _are_many(cut, rows):
         return
     yield LintRemark(
         topic="rows",
@@ -556,12 +564,11 @@ def _check_inner_ends(traits: Sequence[TokenTraits], subject: LintSubject) -> It
     rows = [row for tokens in traits for row in tokens.rows if row.digest is not None]
     number = sum(row.num_inner_ends > 0 for row in rows)
     if number >= _MIN_ALIKE and 2 * number > len(rows) and not any(row.num_inner_begins for row in rows):
-        ids = " or ".join(map(str, sorted(subject.eos_token_ids)))
         yield LintRemark(
             topic="rows",
-            text=f"most hold several documents or turns (token {ids}, which ends a text, inside {number} of "
-            f"{pluralise(len(rows), 'row')}), and neither positions nor a mask keep them apart: they see each other. "
-            "Right for turns of one talk, and a choice for pretraining",
+            text=f"most hold several documents or turns (token {_name_ends(subject)}, which ends a text, inside "
+            f"{number} of {pluralise(len(rows), 'row')}), and neither positions nor a mask keep them apart: they see "
+            "each other. Right for turns of one talk, and a choice for pretraining",
             weight=Weight.WRONG_TOKENS,
         )
 
