@@ -33,7 +33,7 @@ from replay.tolerances.job_bounds import (
     measure_difference,
     name_signature_floor,
 )
-from replay.verdict.model_facts import ModelDifference
+from replay.verdict.model_facts import ModelDifference, ModelDifferenceKind
 from replay.verdict.recorded_pass import (
     MOVED,
     OPTIMIZER,
@@ -123,6 +123,11 @@ class VerdictSettings:
     def follows_steps(self) -> bool:
         """Does the replay's optimizer step where the job's did?"""
         return self.stepping_actor is not None
+
+    @property
+    def has_other_trained_parameters(self) -> bool:
+        """Did the job freeze a parameter, at first or later, that the replay trains, or the other way round?"""
+        return any(difference.kind is ModelDifferenceKind.FROZEN for difference in self.model_differences)
 
     @property
     def chooses_experts(self) -> bool:
@@ -332,23 +337,20 @@ def report_miscounted_steps(number: int, counted: int, counted_later: int) -> Fi
 
 def report_settings_of_ranks(number: int, difference: str) -> Finding:
     """Report that the job's ranks, which hold whole models, took step `number`, from 0, with different settings."""
-    return Finding(
-        name=OPTIMIZER,
-        status=FindingStatus.UNSETTLED,
-        recorded=math.nan,
-        doubt=SETTINGS_OF_RANKS,
-        is_evidence=False,
-        values_as_text=f"{RANKS_DIFFER} step {number + 1}: {difference}",
-    )
+    return _report_ranks(OPTIMIZER, f"{RANKS_DIFFER} step {number + 1}: {difference}", SETTINGS_OF_RANKS)
 
 
 def report_weights_of_ranks(difference: str) -> Finding:
     """Report that the job's ranks, which hold whole models, began with weights of their own."""
+    return _report_ranks(WEIGHTS_OF_RANKS, difference, OTHER_WEIGHTS_OF_RANKS)
+
+
+def _report_ranks(name: str, difference: str, doubt: str) -> Finding:
     return Finding(
-        name=WEIGHTS_OF_RANKS,
+        name=name,
         status=FindingStatus.UNSETTLED,
         recorded=math.nan,
-        doubt=OTHER_WEIGHTS_OF_RANKS,
+        doubt=doubt,
         is_evidence=False,
         values_as_text=difference,
     )

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from replay.tolerances.difference import FP32_SPACING
 from replay.verdict.findings import VerdictSettings
 from replay.verdict.gradient_findings import ComparedPass
-from replay.verdict.model_facts import ModelDifferenceKind
 from replay.verdict.recorded_pass import RecordedPass, match_parameter_name
 
 # An adapter that is merged and unmerged in fp32 moves a weight by so much of its neighbours' size, and does no harm.
@@ -48,9 +47,7 @@ def find_frozen_changes(passes: Sequence[ComparedPass], settings: VerdictSetting
 
     None are found where job and replay may not train the same parameters.
     """
-    if settings.follows_frozen or any(
-        difference.kind is ModelDifferenceKind.FROZEN for difference in settings.model_differences
-    ):
+    if settings.follows_frozen or settings.has_other_trained_parameters:
         return []
     trained_here = {
         name

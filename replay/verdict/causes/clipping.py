@@ -93,7 +93,7 @@ def find_other_norm(evidence: CauseEvidence) -> Cause | None:
     if wrong is None or evidence.is_forward_wrong or wrong[0] is not evidence.first_wrong:
         return None
     verdict, norm = wrong
-    if evidence.has_other_trained_parameters:
+    if evidence.settings.has_other_trained_parameters:
         # The job's norm is of fewer parameters, then.
         return None
     if any(finding.is_wrong and finding.name == MISSING_GRADIENT for finding in verdict.findings):

@@ -8,7 +8,6 @@ from replay.verdict.causes.trial import TrialReport
 from replay.verdict.findings import Finding, VerdictSettings
 from replay.verdict.gradient_findings import ComparedPass, list_steps
 from replay.verdict.gradient_mix import SinglePassGradient
-from replay.verdict.model_facts import ModelDifferenceKind
 from replay.verdict.outcomes import Outcome, PassVerdict
 from replay.verdict.rank_weights import have_same_weights_after
 
@@ -65,11 +64,6 @@ class CauseEvidence:
         """Tell whether the job's ranks had the same weights behind the step of this window; None: not known."""
         steps = list_steps(window)
         return have_same_weights_after((each.recorded for each in self.passes), steps[0].number) if steps else None
-
-    @property
-    def has_other_trained_parameters(self) -> bool:
-        """Tell whether the job froze a parameter, at first or later, that the replay trains, or the other way round."""
-        return any(difference.kind is ModelDifferenceKind.FROZEN for difference in self.settings.model_differences)
 
     def list_wrong_names(self) -> list[str]:
         return list(dict.fromkeys(finding.name for _, finding in self.wrong))

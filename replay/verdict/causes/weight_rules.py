@@ -185,7 +185,7 @@ def find_other_update(evidence: CauseEvidence) -> Cause | None:
     wrong = evidence.find_wrong(STEPPED)
     if wrong is None or wrong[0] is not evidence.first_wrong:
         return None
-    if evidence.has_other_trained_parameters:
+    if evidence.settings.has_other_trained_parameters:
         # A step moves what is trained, so that tells the difference. The rules of the model name the parameter.
         return None
     verdict, finding = wrong
