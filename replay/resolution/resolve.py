@@ -15,7 +15,7 @@ import math
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 
-from actor_init.attention.kernel_choice import choose_kernel_on_all_ranks
+from actor_init.attention.kernel_choice import choose_form_name_on_all_ranks
 from actor_init.declarations.backends import find_backend_declaration
 from actor_init.declarations.optimizers import OPTIMIZERS
 from actor_init.model import ModelSource
@@ -139,7 +139,7 @@ def resolve(
     model_source = replace(model_source, head=head_form)
     actor_with_head = replace(probed.actor, head=head_choice.value)
 
-    kernel_name = choose_kernel_on_all_ranks(actor_with_head, world, model_source.config)
+    kernel_name = choose_form_name_on_all_ranks(actor_with_head, world, model_source.config)
     actor_with_kernel = replace_auto_attention(actor_with_head, kernel_name)
 
     remaining_choices = [

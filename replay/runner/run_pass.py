@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from actor_init.attention.cudnn import refuse_padding_between_tokens
-from actor_init.attention.kernel_choice import choose_kernel
+from actor_init.attention.kernel_choice import choose_form_name
 from actor_init.attention.ring_split import compute_ring_indices, may_zigzag
 from actor_init.backends.protocol import Backend
 from actor_init.declarations.attention import find_attention_form
@@ -468,7 +468,7 @@ def prepare_actor_inputs(batch: MicroBatch, spec: ActorSpec, model_source: Model
     if (
         inputs.attention_mask_BS is not None
         and not find_attention_form(
-            choose_kernel(spec, world.device, model_source.config)
+            choose_form_name(spec, world.device, model_source.config)
         ).allows_padding_between_tokens
     ):
         refuse_padding_between_tokens(inputs.attention_mask_BS, str(batch.origin.source))
