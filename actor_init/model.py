@@ -232,8 +232,8 @@ class ModelVectors:
         return vector
 
 
-def strip_config(config: PretrainedConfig) -> dict[str, object]:
-    """Return `config` as it reads back from JSON, without fields that do not change the model."""
+def to_plain_config(config: PretrainedConfig) -> dict[str, object]:
+    """Return `config` as a dict, as it reads back from JSON, without fields that do not change the model."""
     plain: dict[str, object] = json.loads(config.to_json_string(use_diff=False))
     return {key: value for key, value in plain.items() if key not in IRRELEVANT_FIELDS}
 

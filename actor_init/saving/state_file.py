@@ -27,7 +27,7 @@ from transformers import PreTrainedModel
 
 from actor_init.as_json import from_json
 from actor_init.declarations.backends import find_backend_declaration
-from actor_init.model import ModelSource, strip_config
+from actor_init.model import ModelSource, to_plain_config
 from actor_init.schedule_and_norm import Progress, load_schedule
 from actor_init.spec import ActorSpec, UsageError
 from actor_init.world import World
@@ -137,7 +137,7 @@ class SavedState:
             num_steps=progress.num_steps,
             next_learning_rate=progress.learning_rate,
             num_inputs=num_inputs,
-            model=strip_config(source.config),
+            model=to_plain_config(source.config),
             versions=versions,
         )
 

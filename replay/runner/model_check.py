@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from actor_init.adapters import Adapter, add_adapter
-from actor_init.model import ModelSource, build_on_meta, find_model, make_trainable, strip_config
+from actor_init.model import ModelSource, build_on_meta, find_model, make_trainable, to_plain_config
 from actor_init.spec import ActorSpec, UsageError
 from actor_init.world import World
 from capture.file_format.actor_config import read_actor_config, read_adapter_configs
@@ -129,4 +129,4 @@ def find_config_differences(
         # The transformers that is installed has no such model type, or the job's model has fewer layers than this run.
         job_type, own_type = captured.get("model_type"), source.config.model_type
         return [make_config_difference("model_type", job_type, own_type)] if job_type != own_type else []
-    return compare_configs(strip_config(job_config), strip_config(source.config))
+    return compare_configs(to_plain_config(job_config), to_plain_config(source.config))

@@ -4,7 +4,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from actor_init.model import ModelSource, list_broken_ties, strip_config
+from actor_init.model import ModelSource, list_broken_ties, to_plain_config
 from actor_init.model_positions import counts_padding
 from capture.facts import Setting
 from capture.file_format.actor_config import read_actor_config, read_adapter_configs, read_parameter_names
@@ -61,7 +61,7 @@ def list_notes(
     except CaptureError:
         # The ids of padding are the model's then, and `replay inspect` names the file.
         job_config, adapters, parameter_names = None, {}, ()
-    config = job_config or strip_config(source.config)
+    config = job_config or to_plain_config(source.config)
     special_tokens = SpecialTokens.from_config(config)
     recorded_passes = keep_one_of_each([recorded for _, recorded, _ in passes if recorded is not None])
     # A replay of what trains leaves out a rollout, of which dropout alone is remarked.

@@ -10,7 +10,7 @@ from torch import Tensor
 from actor_init.backends.protocol import Backend, free_closed_backends, open_backend
 from actor_init.inputs.documents import KeptLogits
 from actor_init.inputs.packing import ActorInputs, find_targets_equal_to_input_tokens
-from actor_init.model import ModelSource, strip_config
+from actor_init.model import ModelSource, to_plain_config
 from actor_init.model_positions import add_model_positions
 from actor_init.spec import ActorSpec
 from actor_init.weights import OnProgress, ignore_progress
@@ -202,7 +202,7 @@ class Replayer:
         self._make_objective_inputs: Callable[[Tensor], ObjectiveInputs] | None = None
         self._num_tried_passes = 0
         self._routing = PassRouting.open(reopenable_actor.backend.model, spec)
-        self._special_tokens = SpecialTokens.from_config(strip_config(self.model_source.config))
+        self._special_tokens = SpecialTokens.from_config(to_plain_config(self.model_source.config))
         # In a left-padded row the last padding token predicts the label of the row's first token, and a model's own
         # loss counts that label. A layout that joins rows leaves out this padding.
         keeps_padding = not self.model_source.layout_under(spec.actor).joins_rows

@@ -7,7 +7,7 @@ from typing import Any, Self, TypeVar
 
 from actor_init.backends.protocol import free_closed_backends
 from actor_init.dropout_settings import find_acting_dropouts
-from actor_init.model import ModelSource, strip_config
+from actor_init.model import ModelSource, to_plain_config
 from actor_init.schedule_and_norm import TORCH_DTYPES
 from actor_init.spec import Compile, UsageError
 from actor_init.world import World
@@ -209,7 +209,7 @@ def make_verdict_settings(
         steps_unasked=spec.steps_unasked,
         loaded_counts=count_loaded_steps(source),
         dropout=[
-            *find_acting_dropouts(strip_config(source.config)),
+            *find_acting_dropouts(to_plain_config(source.config)),
             *(["lora_dropout"] if source.adapter and source.adapter.settings.get("lora_dropout") else []),
         ],
         packs=spec.actor.packs and spec.actor.parallel.ring == 1,

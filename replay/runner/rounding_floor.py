@@ -15,7 +15,7 @@ from actor_init.as_json import from_json, to_json
 from actor_init.backends.protocol import free_closed_backends
 from actor_init.declarations.attention import find_kernel
 from actor_init.declarations.attention.plain import has_sdpa
-from actor_init.model import strip_config
+from actor_init.model import to_plain_config
 from actor_init.schedule_and_norm import TORCH_DTYPES
 from actor_init.spec import ActorSpec, Attention, Dtype, UsageError
 from actor_init.world import World
@@ -405,7 +405,7 @@ def _digest_measurement(repeater: RunRepeater, passes: Sequence[PassEvidence]) -
     actors = [spec.actor, repeater.make_rounding_variant(passes).to_spec().actor]
     measurement = [
         digest_weights(repeater.spec.source.weights),
-        strip_config(repeater.spec.source.config),
+        to_plain_config(repeater.spec.source.config),
         str([replace(actor, model=None, weights=None, blocks=None, head=repeater.spec.actor.head) for actor in actors]),
         str((repeater.dropout, "masks by the ends of the generators")),
         str((spec.measure.loss, spec.objective, spec.measure.window, spec.measure.backward)),

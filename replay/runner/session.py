@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from actor_init.as_json import to_json
-from actor_init.model import ModelSource, strip_config
+from actor_init.model import ModelSource, to_plain_config
 from actor_init.training_mode import list_missing_parts
 from actor_init.world import World
 from capture.file_format.capture_file import CapturedCall
@@ -345,4 +345,4 @@ def _read_lasting_config(source: ModelSource) -> dict[str, object]:
     """Return what two runs have to share of the model's config, with its adapter."""
     adapter = source.adapter
     adapter_config = {} if adapter is None else {"adapter": {"name": adapter.name, **adapter.settings}}
-    return strip_config(source.config) | adapter_config
+    return to_plain_config(source.config) | adapter_config

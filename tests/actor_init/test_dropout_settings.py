@@ -6,7 +6,7 @@ import pytest
 from transformers import AutoConfig
 
 from actor_init.dropout_settings import find_acting_dropouts
-from actor_init.model import strip_config
+from actor_init.model import to_plain_config
 
 SMALL = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "pad_token_id": 0}
 
@@ -24,7 +24,7 @@ SMALL = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_atten
     ],
 )
 def test_the_model_is_asked_which_settings_act(family: str, settings: dict[str, Any], acting: list[str]) -> None:
-    config = strip_config(AutoConfig.for_model(family, **SMALL | settings))
+    config = to_plain_config(AutoConfig.for_model(family, **SMALL | settings))
     assert find_acting_dropouts(config) == acting
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from actor_init.inputs.packing import prepare_inputs
-from actor_init.model import ModelSource, build_on_meta, count_elements, find_model, materialise, strip_config
+from actor_init.model import ModelSource, build_on_meta, count_elements, find_model, materialise, to_plain_config
 from actor_init.model_positions import add_model_positions
 from actor_init.schedule_and_norm import TORCH_DTYPES
 from actor_init.spec import Attention, UsageError
@@ -129,7 +129,7 @@ def write_standalone(
         source = find_model(spec.actor, read_actor_config(inputs), "captured", read_adapter_configs(inputs))
         if source.adapter is not None:
             return Standalone(shows=False, why="the model has an adapter")
-        data = {"config": strip_config(source.config), "passes": _prepare_passes(inputs, spec, source)}
+        data = {"config": to_plain_config(source.config), "passes": _prepare_passes(inputs, spec, source)}
     except (UsageError, CaptureError) as error:
         return Standalone(shows=False, why=format_error_with_flags(error))
     origins = ["random ones, as transformers makes them", "those of the replay, in repro.pt"]
