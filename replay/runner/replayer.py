@@ -284,7 +284,7 @@ class Replayer:
         )
         recorded_pass: RecordedPass | None = None
         self._is_pass_counted = False
-        self.tracker.begin_pass(index, path.name, index_in_window=self.window.num_passes)
+        self.tracker.begin_pass(index, path.name, index_in_window=self.window.num_passes_over)
         try:
             captured_call = read_call(path)
             batch = replace(captured_call.micro_batch(), padding_predicts_label=self._padding_predicts_label)
