@@ -46,14 +46,14 @@ class RouterLoss:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class NotedLoss:
-    """The loss that a job's loop noted of a pass. It tells whether the loop added the routers' loss.
+class TrainingLoopLoss:
+    """The loss of a pass that a job's training loop computed itself. It tells whether the loop added the routers' loss.
 
-    value  as noted; None: the loop noted none
-    bound  relative: how far rounding may move a loss from the noted one
+    noted_value  what the loop gave to `recorder.note`; None: nothing
+    bound        relative: how far rounding may move a loss from the noted one
     """
 
-    value: float | None
+    noted_value: float | None
     bound: float
 
     def find_factor(self, loss: Tensor, log_probs_BA: Tensor, term: Tensor) -> Tensor:
@@ -66,13 +66,13 @@ class NotedLoss:
         loss  the sum of the log-probs [B, A], each times its weight, with its graph
         """
         unknown = torch.full_like(term.detach(), torch.nan)
-        if self.value is None or not loss.requires_grad:
+        if self.noted_value is None or not loss.requires_grad:
             return unknown
         (gradient_BA,) = torch.autograd.grad(loss, log_probs_BA, retain_graph=True)
         loss, term, weight = loss.detach(), term.detach(), -gradient_BA.sum()
         once = torch.ones_like(weight)
         factors = torch.stack([torch.zeros_like(weight), once, weight])
-        noted = torch.stack([once, weight]) * self.value
+        noted = torch.stack([once, weight]) * self.noted_value
         bounds = self.bound * noted.abs().clamp(min=1)
         fits = ((loss + factors[:, None] * term - noted).abs() <= bounds).any(dim=1)
         least = torch.where(fits, factors, torch.inf).min()
@@ -86,16 +86,16 @@ class NotedLoss:
 class RouterLossTerm:
     """The routers' loss of one pass, as a term of the pass's loss.
 
-    is_real_T   which of the fed tokens T are the capture's, and no padding
-    scale       the factor that turns the scale of the job's loss into that of the replay's, a mean over its labels
-    noted_loss  the loss that the job noted of the same pass, which tells whether the job's loop added the term; None:
-                the job's model itself added it
+    is_real_T           which of the fed tokens T are the capture's, and no padding
+    scale               the factor that turns the scale of the job's loss into that of the replay's, a mean over its
+                        labels
+    training_loop_loss  tells whether the job's training loop added the term; None: the job's model itself added it
     """
 
     loss: RouterLoss
     is_real_T: Tensor
     scale: float = 1.0
-    noted_loss: NotedLoss | None = None
+    training_loop_loss: TrainingLoopLoss | None = None
 
     def compute(self, states: Mapping[str, RouterState]) -> Tensor:
         """Compute the term from the logits that the routers kept. Raises RuntimeError if one kept none."""

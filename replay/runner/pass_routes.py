@@ -16,9 +16,9 @@ from capture.file_format.capture_file import CapturedCall
 from capture.file_format.micro_batch import MicroBatch
 from capture.record.routers import find_routers
 from replay.objective.router_loss import (
-    NotedLoss,
     RouterLoss,
     RouterLossTerm,
+    TrainingLoopLoss,
     asks_for_router_loss,
     computes_router_loss,
     find_router_loss,
@@ -84,9 +84,9 @@ class PassRouting:
 
         The first is None if the routers are left alone, the second if there is no term.
         """
-        router_loss, noted = self.find_router_loss(call), None
+        router_loss, loop_loss = self.find_router_loss(call), None
         if self._may_loop_add_router_loss(call):
-            router_loss, noted = self.router_loss, self._read_noted_loss(call, batch)
+            router_loss, loop_loss = self.router_loss, self._read_training_loop_loss(call, batch)
         elif is_objective(self.loss) or (self.loss != LossName.SFT and batch.action_mask_BA is not None):
             router_loss = None
         if router_loss is not None and router_loss.why_not_computable is not None:
@@ -106,13 +106,16 @@ class PassRouting:
             RouterLossTerm(
                 loss=router_loss,
                 is_real_T=is_real_T,
-                scale=scale_to_mean(call, batch) if noted is None else 1.0,
-                noted_loss=noted,
+                scale=scale_to_mean(call, batch) if loop_loss is None else 1.0,
+                training_loop_loss=loop_loss,
             ),
         )
 
-    def describe_loop_loss(self, call: CapturedCall, factor: Tensor | None) -> JobRouterLoss | None:
-        """Describe the routers' loss that the job's loop may have added to its own loss; None: it had none to add."""
+    def describe_router_loss_of_training_loop(self, call: CapturedCall, factor: Tensor | None) -> JobRouterLoss | None:
+        """Describe the routers' loss that the job's training loop may have added to its own loss.
+
+        None: it had none to add.
+        """
         if not self._may_loop_add_router_loss(call) or self.router_loss is None:
             return None
         return JobRouterLoss(
@@ -125,12 +128,12 @@ class PassRouting:
         """Tell whether the job's loop computed its loss from logits, and the model returned a routers' loss to add."""
         return self.loss == FROM_LOGIT_GRADIENT.name and call.trains and computes_router_loss(call, self.config)
 
-    def _read_noted_loss(self, call: CapturedCall, batch: MicroBatch) -> NotedLoss:
+    def _read_training_loop_loss(self, call: CapturedCall, batch: MicroBatch) -> TrainingLoopLoss:
         value = call.outputs.get("noted_loss")
         dtypes = [*(list_job_dtypes(call) or ["bfloat16"]), self.dtype]
         num_layers = self.config.get_text_config().num_hidden_layers
         bound = compute_bound(LOSS, dtypes, num_layers, count_action_tokens(batch), is_mixture=True)
-        return NotedLoss(value=value if isinstance(value, float) else None, bound=bound)
+        return TrainingLoopLoss(noted_value=value if isinstance(value, float) else None, bound=bound)
 
     def has_job_routes(self, flips: Sequence[RouterFlips]) -> bool:
         """Tell whether every router of the model sent each token to the experts that the job chose."""

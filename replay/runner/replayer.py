@@ -409,7 +409,7 @@ class Replayer:
             and was_fed_as_captured(inputs, batch, self.spec.actor.parallel),
             router_flips=outcome.router_flips,
             has_job_routes=self._routing.has_job_routes(outcome.router_flips),
-            loop_router_loss=self._routing.describe_loop_loss(captured_call, outcome.router_loss_factor),
+            router_loss_of_training_loop=self._routing.describe_router_loss_of_training_loop(captured_call, outcome.router_loss_factor),
             weights_before_pass=weights_before_pass,
             tried_losses=self._try_losses(outcome, inputs, recorded_pass, at_recorded_positions),
             noted_log_probs=_collect_noted_log_probs(outcome, inputs, captured_call, batch),

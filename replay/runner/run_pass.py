@@ -444,12 +444,12 @@ def _compute_router_loss(
     if (term := inputs.router_loss_term) is None:
         return None, None
     router_loss = term.compute(states)
-    if term.noted_loss is None:
+    if term.training_loop_loss is None:
         return router_loss, None
     # The loss that the job gave to `recorder.note` tells whether its loop added the routers' loss, and with which
     # factor. Here the routers' loss is added with the same factor. If the factor is unknown, the routers' loss is left
     # out, and the verdict doubts a gradient that differs.
-    factor = term.noted_loss.find_factor(loss, log_probs_BA, router_loss)
+    factor = term.training_loop_loss.find_factor(loss, log_probs_BA, router_loss)
     return factor.nan_to_num() * router_loss, factor
 
 

@@ -447,7 +447,8 @@ def _doubt_router_loss(
     That loss reaches each router and what comes before the last one. So it is no reason where the routers' gradients
     agree, nor where that of the last router's experts or of the head differs.
     """
-    losses = [member.replayed.loop_router_loss for member in window if member.replayed.loop_router_loss is not None]
+    all_losses = [member.replayed.router_loss_of_training_loop for member in window]
+    losses = [loss for loss in all_losses if loss is not None]
     if all(loss.is_held for loss in losses):
         return None
     noted = "the noted loss does not tell, or does not hold it. Try: recorder.note(loss=...) with all that is added"

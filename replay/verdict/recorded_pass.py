@@ -529,7 +529,7 @@ class ReplayedPass:
                       forward drew no random numbers
     router_flips      of a mixture of experts, by router: the tokens whose scores here choose other experts than the job
     has_job_routes    every token went to the job's experts
-    loop_router_loss   None where the job's loop had none to add to its loss
+    router_loss_of_training_loop   None where the job's loop had none to add to its loss
     weights_before_pass  those that the pass ran on, where the job sampled them; empty before the first step
     tried_losses      other losses of the pass's log-probs, where the objective's is not the job's; else None
     noted_log_probs   those that the job noted beside the replay's own; None where it noted none of single tokens
@@ -544,7 +544,7 @@ class ReplayedPass:
     was_fed_as_captured: bool = False
     router_flips: Sequence[RouterFlips] = ()
     has_job_routes: bool = False
-    loop_router_loss: JobRouterLoss | None = None
+    router_loss_of_training_loop: JobRouterLoss | None = None
     weights_before_pass: Sequence[SteppedSample] = ()
     tried_losses: TriedLosses | None = None
     noted_log_probs: NotedLogProbs | None = None

@@ -94,7 +94,8 @@ def describe_absent_router_loss(
 
     has_same_gradient  the job's gradient was judged, and is the replay's
     """
-    losses = [replayed.loop_router_loss for _, _, replayed in passes if replayed.loop_router_loss is not None]
+    all_losses = [replayed.router_loss_of_training_loop for _, _, replayed in passes]
+    losses = [loss for loss in all_losses if loss is not None]
     if not losses or any(loss.is_held for loss in losses):
         return []
     is_absent = losses[0].factor == 0

@@ -14,7 +14,7 @@ from transformers import MixtralConfig, MixtralForCausalLM
 from actor_init.routes import PassRoutes, steer_routers
 from capture import recording
 from replay.command_line.cli import main
-from replay.objective.router_loss import NotedLoss, RouterLossTerm, find_router_loss
+from replay.objective.router_loss import RouterLossTerm, TrainingLoopLoss, find_router_loss
 from tests.helpers.families import tiny_config, tiny_model
 
 RELEASE = tuple(map(int, transformers.__version__.split(".")[:2]))
@@ -162,7 +162,7 @@ def test_a_noted_loss_tells_whether_it_holds_the_routers_loss(divisor: int, is_d
     noted = float(job_loss / divisor if is_divided else job_loss)
     log_probs_BA = logits_NV.log_softmax(-1).gather(-1, targets_N[:, None]).view(3, 4).requires_grad_()
     loss = -(log_probs_BA / 12 / divisor).sum()
-    found = NotedLoss(value=noted, bound=1e-5).find_factor(loss, log_probs_BA, term)
+    found = TrainingLoopLoss(noted_value=noted, bound=1e-5).find_factor(loss, log_probs_BA, term)
     assert float(found) == pytest.approx(share / divisor)
 
 
@@ -178,7 +178,9 @@ def test_a_noted_loss_tells_whether_it_holds_the_routers_loss(divisor: int, is_d
 )
 def test_a_noted_loss_that_fits_neither_tells_nothing(value: float | None, bound: float) -> None:
     log_probs_BA = torch.full((2, 4), -2.0, requires_grad=True)
-    found = NotedLoss(value=value, bound=bound).find_factor(-log_probs_BA.mean(), log_probs_BA, torch.tensor(0.04))
+    found = TrainingLoopLoss(noted_value=value, bound=bound).find_factor(
+        -log_probs_BA.mean(), log_probs_BA, torch.tensor(0.04)
+    )
     assert found.isnan()
 
 

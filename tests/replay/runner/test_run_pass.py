@@ -368,7 +368,7 @@ def test_the_loss_is_weighed_in_the_backward_alone(events: list[str], inputs: Pa
 
 
 def test_the_routers_loss_is_a_part_of_the_loss(events: list[str], inputs: PassInputs) -> None:
-    term: Any = SimpleNamespace(compute=lambda routers: torch.tensor(3.0), noted_loss=None)
+    term: Any = SimpleNamespace(compute=lambda routers: torch.tensor(3.0), training_loop_loss=None)
     outcome, _ = run_window(events, inputs, router_loss_term=term)
     assert outcome.router_loss is not None
     assert (outcome.loss.item(), outcome.router_loss.item()) == (2.0 * count_tokens(inputs) + 3.0, 3.0)
@@ -379,7 +379,7 @@ def test_the_routers_loss_is_added_as_often_as_the_noted_loss_holds_it(
     share: float, added: float, events: list[str], inputs: PassInputs
 ) -> None:
     noted = SimpleNamespace(find_factor=lambda loss, log_probs_BA, term: torch.tensor(share))
-    term: Any = SimpleNamespace(compute=lambda routers: torch.tensor(3.0), noted_loss=noted)
+    term: Any = SimpleNamespace(compute=lambda routers: torch.tensor(3.0), training_loop_loss=noted)
     outcome, _ = run_window(events, inputs, router_loss_term=term)
     assert outcome.loss.item() == 2.0 * count_tokens(inputs) + added
     assert outcome.router_loss_factor is not None

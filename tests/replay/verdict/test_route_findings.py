@@ -140,7 +140,7 @@ def test_a_routers_loss_that_the_loop_left_out_is_noted(
     share: float, has_same_gradient: bool, where: str | None
 ) -> None:
     left_to_job = JobRouterLoss(coefficient=0.02, factor=share, is_noted=True)
-    passes = [(record(0), RECORDED, ReplayedPass(loop_router_loss=left_to_job))]
+    passes = [(record(0), RECORDED, ReplayedPass(router_loss_of_training_loop=left_to_job))]
     notes = describe_absent_router_loss(passes, has_same_gradient=has_same_gradient)
     said = f"routers: the config's routers' loss (coefficient 0.02) is {where}"
     assert notes == ([] if where is None else [("note", said)])

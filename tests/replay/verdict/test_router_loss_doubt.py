@@ -32,7 +32,7 @@ def judge(off: Collection[str], share: float | None) -> set[FindingStatus]:
     [compared] = make_window([job], replay)
     left_to_job = None if share is None else JobRouterLoss(coefficient=0.02, factor=share, is_noted=True)
     flips = [RouterFlips(router=ROUTER, num_tokens=8, distances=())]
-    replayed = replace(compared.replayed, router_flips=flips, loop_router_loss=left_to_job)
+    replayed = replace(compared.replayed, router_flips=flips, router_loss_of_training_loop=left_to_job)
     assert compared.recorded.step_after is not None
     step = replace(compared.recorded.step_after, grad_norm=measure_norm(job))
     recorded = replace(compared.recorded, step_after=step, has_job_weights_of_tokens=True)
