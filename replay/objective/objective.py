@@ -186,16 +186,20 @@ class LogProbWeights:
     rows: Sequence[RowWeights] = ()
 
 
+# The weights of log-probs in their negated mean.
+WEIGHTS_IN_MEAN = LogProbWeights()
+
+
 def measure_log_prob_weights(loss: Tensor, log_probs_BA: Tensor) -> LogProbWeights:
     """Measure what the log-probs weigh; of a loss without a graph, as if it were their mean.
 
     The verdict's bound on a loss is made for a mean, and grows with the size.
     """
     if not loss.requires_grad:
-        return LogProbWeights()
+        return WEIGHTS_IN_MEAN
     (gradient,) = torch.autograd.grad(loss, log_probs_BA, retain_graph=True, allow_unused=True)
     if gradient is None:
-        return LogProbWeights()
+        return WEIGHTS_IN_MEAN
     weights_BA = -gradient.detach()
     counts_BA = (weights_BA != 0) & weights_BA.isfinite()
     is_doubted_BA = counts_BA & (log_probs_BA.detach() < math.log(MAX_CHANCE))

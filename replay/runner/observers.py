@@ -20,7 +20,7 @@ from actor_init.world import World
 from capture.file_format.gradient_signature import GradientSignature
 from capture.file_format.optimizer_state import StateSample
 from capture.file_format.optimizer_step import Sample
-from replay.objective.objective import LogProbWeights, measure_log_prob_weights
+from replay.objective.objective import WEIGHTS_IN_MEAN, measure_log_prob_weights
 from replay.output.text import join_lines
 from replay.runlog import gradient_sketches
 from replay.runlog.records import CompilationSection, PassRecord
@@ -136,7 +136,7 @@ class LogProbWeightMeter(PassObserver):
     pauses_clock_after: ClassVar[frozenset[RankPhase]] = frozenset({RankPhase.FORWARD})
 
     def __init__(self) -> None:
-        self.log_prob_weights = LogProbWeights()
+        self.log_prob_weights = WEIGHTS_IN_MEAN
 
     def after_forward(self, log_probs_BA: Tensor, loss: Tensor) -> None:
         self.log_prob_weights = measure_log_prob_weights(loss, log_probs_BA)

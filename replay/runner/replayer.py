@@ -19,7 +19,7 @@ from capture.file_format.capture_file import CapturedCall, read_call
 from capture.file_format.micro_batch import MicroBatch, with_rows_reversed
 from replay.objective.inputs import ObjectiveData, ObjectiveInputs
 from replay.objective.objective import (
-    LogProbWeights,
+    WEIGHTS_IN_MEAN,
     Objective,
     compute_negated_mean,
     padding_may_predict_label,
@@ -399,7 +399,7 @@ class Replayer:
             all_action_log_probs=all_action_log_probs,
             log_prob_weights=log_prob_weight_meter.log_prob_weights
             if log_prob_weight_meter is not None
-            else LogProbWeights(),
+            else WEIGHTS_IN_MEAN,
             gradient=gradient_sampler.samples if gradient_sampler is not None else None,
             state=state_sampler.samples if state_sampler is not None else {},
             draws=generator_observer.draws,

@@ -21,7 +21,7 @@ from capture.file_format.capture_file import CapturedCall
 from capture.file_format.micro_batch import IGNORED_LABEL, SHIFT_LABELS, MicroBatch
 from capture.file_format.optimizer_step import OptimizerStep, Sample, choose_sampled_tokens
 from capture.file_format.tensor_codec import TrainingMode
-from replay.objective.objective import LogProbWeights, name_loss, select_loss_tokens
+from replay.objective.objective import WEIGHTS_IN_MEAN, LogProbWeights, name_loss, select_loss_tokens
 from replay.options.declarations.recorded import FROM_LOGIT_GRADIENT
 from replay.options.declarations.tensor_names import ADVANTAGES, OLD_LOG_PROBS, REF_CHOSEN, REF_LOG_PROBS, REF_REJECTED
 from replay.options.spec import LossName, is_objective
@@ -529,7 +529,8 @@ class ReplayedPass:
                       forward drew no random numbers
     router_flips      of a mixture of experts, by router: the tokens whose scores here choose other experts than the job
     has_job_routes    every token went to the job's experts
-    router_loss_of_training_loop   None where the job's loop had none to add to its loss
+    router_loss_of_training_loop  the routers' loss that the job's training loop, and not its model, may have added to
+                      its loss; None: it had none to add
     weights_before_pass  those that the pass ran on, where the job sampled them; empty before the first step
     tried_losses      other losses of the pass's log-probs, where the objective's is not the job's; else None
     noted_log_probs   those that the job noted beside the replay's own; None where it noted none of single tokens
@@ -537,7 +538,7 @@ class ReplayedPass:
 
     log_probs_at_recorded_positions: Sequence[float | None] = ()
     all_action_log_probs: Sequence[float | None] = ()
-    log_prob_weights: LogProbWeights = LogProbWeights()
+    log_prob_weights: LogProbWeights = WEIGHTS_IN_MEAN
     gradient: GradientSamples | None = field(default=None)
     state: StateElements = field(default_factory=dict)
     draws: RandomDraws | None = None
