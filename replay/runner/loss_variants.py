@@ -53,7 +53,8 @@ def try_losses(
 ) -> TriedLosses | None:
     """Compute other losses from the log-probs of a pass.
 
-    Returns None if the objective's loss is the job's, or if no other forms of the objective are known here.
+    Returns None if the objective needs logits or entropies, if no other forms of it are known here, if the capture has
+    neither of the two things that losses are compared with, or if they show that the objective's loss is the job's.
 
     log_probs_BA  those of the pass
     job_loss      the loss that the job recorded; None: it recorded none, or one with a doubt

@@ -1,4 +1,7 @@
-"""Replay one capture after another on this rank: a capture goes in, its record comes out."""
+"""Replay one capture after another on this rank: a capture goes in, its record comes out.
+
+Shape letters: B rows, S tokens a row, A columns of the action mask (the last tokens of each row).
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -155,7 +158,8 @@ class Replayer:
     weight_checker  compares the weights that the job recorded with the model's
     trace           writes short random projections (sketches) of what each layer computed; None: the run is not traced
     rounds          for each pass index: the inputs that the data ranks replay at the same time; empty: unknown
-    log_folder      where a run that keeps details (token log-probs, gradient sketches) writes them; None: it keeps none
+    log_folder      where details (token log-probs, gradient sketches) are written if `spec.measure` keeps them; None:
+                    they are not written
     """
 
     def __init__(
@@ -185,8 +189,8 @@ class Replayer:
         # The number of inputs up to the latest pass that succeeded and left no window open.
         self.num_inputs_completed = 0
         self._clock = MeterClock(meter, world)
-        # Names the one-time costs of each pass: what it compiled, and which kernels and libraries the run used in it
-        # for the first time.
+        # Names the one-time costs of each pass: what it compiled, and which kernels and libraries this process used in
+        # it for the first time.
         self._first_use_observer = FirstUseObserver(world.device, spec.kernel)
         self._expected_times = ExpectedTimes()
         self._latest_inputs: PassInputs | None = None
@@ -301,7 +305,8 @@ class Replayer:
             self.tracker.set_shapes(batch.num_rows, batch.num_padded_tokens, batch.num_real_tokens)
             batch = select_loss_tokens(self.spec.measure.loss, add_model_positions(batch, self.model_source.config))
             record, replayed_pass = self._run_micro_batch(record, captured_call, recorded_pass, batch, extra_observers)
-            # The random numbers are counted in one pass of the run. The others are returned unchanged.
+            # In at most one pass of the run, the random numbers are counted, and the counts added to both. In every
+            # other pass both come back unchanged.
             recorded_pass, replayed_pass = self._random_draw_counter.add_counts(
                 recorded_pass, replayed_pass, captured_call.random
             )
@@ -391,7 +396,7 @@ class Replayer:
         self.step_follower.count_step(inputs, self.reopenable_actor.backend)
 
         # The weight of a log-prob is the negated derivative of the loss with respect to this log-prob. The weights tell
-        # how far rounding can move the loss.
+        # how far rounding can move the loss. Without an objective the loss is a mean, so they need not be measured.
         log_prob_weight_meter, gradient_sampler = run_observers.log_prob_weight_meter, run_observers.gradient
         at_recorded_positions, all_action_log_probs = self._collect_log_probs(outcome, inputs, captured_call, batch)
         replayed_pass = ReplayedPass(
@@ -409,7 +414,9 @@ class Replayer:
             and was_fed_as_captured(inputs, batch, self.spec.actor.parallel),
             router_flips=outcome.router_flips,
             has_job_routes=self._routing.has_job_routes(outcome.router_flips),
-            router_loss_of_training_loop=self._routing.describe_router_loss_of_training_loop(captured_call, outcome.router_loss_factor),
+            router_loss_of_training_loop=self._routing.describe_router_loss_of_training_loop(
+                captured_call, outcome.router_loss_factor
+            ),
             weights_before_pass=weights_before_pass,
             tried_losses=self._try_losses(outcome, inputs, recorded_pass, at_recorded_positions),
             noted_log_probs=_collect_noted_log_probs(outcome, inputs, captured_call, batch),
@@ -459,6 +466,8 @@ class Replayer:
             if has_samples
             else None,
             sketch=GradientSketcher(backend, folder, index, self.world) if folder is not None else None,
+            # A step of --step may be taken with a gradient that is not finite. It spoils the weights, so the search has
+            # to come before it. A step without --step is not taken with such a gradient.
             loss_check=LossCheck(self.non_finite_search.is_needed_for_loss, self._find_non_finite_before_step)
             if inputs.step_timing is StepTiming.MEASURED
             else None,
@@ -531,14 +540,16 @@ class Replayer:
         """Return the factor on the loss of a pass.
 
         The gradient of the weighted loss is then divided by the number of the window's passes on a data rank (backend
-        and `window_factor` do this together), and averaged over the data ranks.
+        and `window_factor` do this together), and averaged over the data ranks: in all, it is divided by the number of
+        the window's passes on all data ranks.
         """
         num_window_passes = self.window.size * self.world.num_data_ranks
         if objective_data is not None:
             assert self._objective is not None
-            # Both divisions are right for a loss that is a mean over its pass. A loss that is normalised over the whole
-            # window needs neither: the gradients of the window's passes add up. The job's DDP divided their sum by the
-            # number of the job's ranks. So the factor undoes the two divisions, and divides by that number.
+            # This division is right for a loss that is a mean over its pass. If a loss is normalised over the whole
+            # window, the gradients of the window's passes add up instead, and the job divided their sum by its number
+            # of ranks when it averaged gradients over the ranks. So the factor undoes this division, and divides by
+            # that number.
             return num_window_passes / objective_data.num_job_ranks if self._objective.sums_over_window else 1.0
         # The value of --window: the rule for the weights of a window's passes.
         window_weights = self.spec.measure.window
@@ -585,14 +596,13 @@ class Replayer:
     ) -> TriedLosses | None:
         """Compute the values that other losses have in this pass, since the job may have used one of them instead.
 
-        They are computed now, because the next step may change the weights.
+        They are computed now, from the log-probs of this pass: a later forward may run on other weights.
 
-        Returns None if there is no objective, if the objective's loss is the job's, if no other losses are known for
-        the objective, if the pass has a routers' loss, reversed rows or no train mode, if its log-probs are not the
-        job's, or after MAX_TRIED_PASSES passes.
+        Returns None if there is no objective, if the pass has reversed rows or is no training pass, if its log-probs
+        are not the job's, after MAX_TRIED_PASSES passes, and where `try_losses` returns None.
         """
-        # The tried losses have no routers' part. A run with reversed rows only measures what rounding does.
-        is_comparable = outcome.router_loss is None and inputs.train_mode and not inputs.has_reversed_rows
+        # A run with reversed rows only measures what rounding does.
+        is_comparable = inputs.train_mode and not inputs.has_reversed_rows
         if self._objective is None or not is_comparable or self._num_tried_passes == MAX_TRIED_PASSES:
             return None
         # If the log-probs are not the job's, every loss differs from the job's, whichever loss the job used.
@@ -608,7 +618,7 @@ class Replayer:
         return tried_losses
 
     def _find_non_finite_before_step(self, inputs: PassInputs) -> str | None:
-        """Return the name of the first tensor that is not finite in the forward, or why it cannot be found.
+        """Return the name of the first parameter or tensor of the forward that is not finite, or why it is not found.
 
         None: only other ranks have such a tensor. No backward runs: it would change the gradient that the optimizer is
         about to step with.
@@ -621,16 +631,18 @@ class Replayer:
     def _collect_log_probs(
         self, outcome: PassOutcome, inputs: PassInputs, captured_call: CapturedCall, batch: MicroBatch
     ) -> tuple[Sequence[float | None], Sequence[float | None]]:
-        """Collect the log-probs where the job recorded log-probs and, if needed, the log-probs of all action tokens.
+        """Collect the log-probs at the positions where the job recorded log-probs, and those of all action tokens.
 
-        The second list is empty if it is not needed.
+        In the first list, None stands for a position without a log-prob of the input token, so that the list stays
+        aligned with the job's. The second list has None where the action mask is off. It is empty unless details are
+        kept, or the job recorded a number for each token: these may be log-probs, which are compared one by one.
         """
         is_reversed = inputs.has_reversed_rows
-        # The job recorded log-probs of input tokens. A label may differ from the input token at its position. Such
-        # positions are left out.
+        # The job recorded log-probs of input tokens. If the label at a position is another token, the log-prob here is
+        # the label's.
         targets = find_targets_equal_to_input_tokens(with_rows_reversed(batch) if is_reversed else batch)
         action_mask_BA = inputs.actor_inputs.action_mask_BA
-        needs_all_action_tokens = self.details_folder is not None or _has_output_of_every_token(captured_call)
+        needs_all_action_tokens = self.details_folder is not None or _has_number_per_token(captured_call)
         at_recorded_positions = list_log_probs_at(
             outcome.log_probs_BA,
             action_mask_BA & targets.are_input_tokens_BA.to(self.world.device),
@@ -648,9 +660,10 @@ class Replayer:
 def _collect_noted_log_probs(
     outcome: PassOutcome, inputs: PassInputs, captured_call: CapturedCall, batch: MicroBatch
 ) -> NotedLogProbs | None:
-    """Collect the log-probs that the job noted, each beside the replay's own.
+    """Collect the log-probs of tokens that the job noted or gave the model, each beside the replay's own.
 
-    None if the job noted none, or if the rows are reversed: such a run only measures what rounding does.
+    None if there are none to set side by side, or if the rows are reversed: such a run only measures what rounding
+    does.
     """
     tensors = {**captured_call.tensors, **captured_call.notes}
     if inputs.has_reversed_rows or not has_noted_log_probs(tensors):
@@ -677,8 +690,9 @@ def _locate_tokens(captured_call: CapturedCall, batch: MicroBatch) -> TokenPlace
     return TokenPlaces(num_rows=batch.num_rows, first_column=first_column, recorded=recorded)
 
 
-def _has_output_of_every_token(captured_call: CapturedCall) -> bool:
-    """Did the job record the values of an output that has a number for each token, such as log-probs?"""
+def _has_number_per_token(captured_call: CapturedCall) -> bool:
+    """Did the job record an output with a number for each token, such as log-probs?"""
+    # `summarise_outputs` (rng_and_outputs.py) stores the numbers of such an output as NAME_values.
     return any(name.endswith("_values") for name in captured_call.outputs)
 
 

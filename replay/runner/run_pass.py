@@ -99,8 +99,9 @@ class PassInputs:
     has_reversed_rows    the rows are in the reverse of the capture's order
     routes               whether the routers of a mixture of experts choose the job's experts, or their own choice is
                          only compared with the job's; and which routers keep their logits; None: nothing of this
-    router_loss_term     computes the routers' auxiliary (load-balancing) loss, which is added to the pass's loss, from
-                         the logits of the routers that are keys of `routes.logits_index`; None: no such loss is added
+    router_loss_term     computes the routers' auxiliary (load-balancing) loss from the logits of the routers that are
+                         keys of `routes.logits_index`. It is added to the pass's loss as the job added it to its own;
+                         None: no such loss is added
     """
 
     actor_inputs: ActorInputs
@@ -128,17 +129,17 @@ class PassOutcome:
     loss          includes the routers' auxiliary loss, but not the factors `loss_weight` and `window_factor`
     grad_norm     the gradient norm of the window; None: no complete window ends with this pass
     router_flips  how the choice of each router here differs from the job's; empty: no router was compared
-    router_loss   the part of `loss` that comes from the routers; None: no routers' loss was added
+    router_loss   the part of `loss` that comes from the routers: 0 if `router_loss_factor` is 0 or nan; None: the pass
+                  has no `router_loss_term`
     router_loss_factor  the factor on the routers' loss in the loss that the job's training loop called backward on. The
                   loss that the loop gave to `recorder.note` tells it.
                   0: the loop did not add the routers' loss
                   1: the loop added the routers' loss undivided
-                  another number: the loop added the routers' loss, and then divided the sum. The factor is 1/4 if the
-                  loop divided the sum by 4, the number of passes that make a step. The replay's loss without
-                  the routers' part is divided already: it is computed from the job's recorded gradient of the logits,
-                  which came after the division
-                  nan: the loop gave no loss to `recorder.note`, or the loss that it gave does not tell the factor
-                  None: no routers' loss was computed here, or it was added because the job's model itself added it
+                  another number: the loop added the routers' loss, and then divided the sum: by 4 if the factor is 1/4.
+                  The other part of the replay's loss comes from the job's recorded gradient of the logits, so it is
+                  divided already. Only the routers' part still has to be, by this factor
+                  nan: unknown, as when the loop gave no loss to `recorder.note`
+                  None: the pass has no `router_loss_term`, or the job's model itself added the routers' loss
     """
 
     log_probs_BA: Tensor
@@ -154,9 +155,9 @@ class PassObserver:
     """Look at a pass without changing what it computes. Each method does nothing unless an observer overrides it.
 
     Every rank has the same observers in the same order, since an observer may gather from all ranks. An observer keeps
-    nothing of the graph after `close`. `pauses_clock_after` are the phases after which the observer makes the device
-    work, or waits for the device. The time that this takes is left out of the seconds of the whole pass. If BACKWARD is
-    among these phases, the time of `before_step` is left out too.
+    nothing of the graph after `close`. After the phases in `pauses_clock_after`, the clock pauses while this observer
+    looks, because it makes the device work, or waits for the device. If BACKWARD is among these phases, the clock
+    pauses in `before_step` too.
     """
 
     pauses_clock_after: ClassVar[frozenset[RankPhase]] = frozenset()
@@ -323,13 +324,14 @@ def run_pass(
     loss. With a clock, all ranks then wait for the slowest, so that this wait does not count as time of the backward.
     The backward adds to the gradient of the window. A MEASURED step is a phase of the pass. Without a MEASURED step the
     window's end (norm, step if any, clearing) runs unmeasured, after the clock has stopped. At the end of an incomplete
-    window there is no step, and the norm is not kept. The observers have their turn before each phase, after the
-    forward, after the backward, before a measured step, and after the clock has stopped.
+    window there is no step, and the norm is not kept. The observers have their turn before the pass and before each
+    phase, after the forward, after the backward, before a measured step, after the clock has stopped, and at the end.
 
     clock      measures the pass; None: the pass is not measured
     observers  look at the pass; the same ones in the same order on every rank
 
-    All ranks must call this. Raises what the model, the loss or an observer raises.
+    All ranks must call this. Raises what the model, the loss or an observer raises, and ValueError if the random states
+    are damaged.
     """
     clock = clock or NullClock()
     notifier = ObserverNotifier(observers, clock)
@@ -341,7 +343,7 @@ def run_pass(
             _steer_routers(backend, inputs) as router_states,
         ):
             clock.wait_for_all_ranks()
-            # With the job's random states restored, dropout draws the same masks.
+            # From the job's random states, dropout draws the job's masks if the rows are fed as the job fed them.
             if inputs.random_states:
                 restore_random_states(inputs.random_states)
 
@@ -365,7 +367,7 @@ def run_pass(
                     factor = inputs.loss_weight * inputs.window_factor
                     backend.backward(loss if factor == 1 else loss * factor)
             if inputs.window_end is WindowEnd.COMPLETE and inputs.frozen:
-                drop_gradients(backend.model, inputs.frozen)
+                _drop_gradients(backend.model, inputs.frozen)
             notifier.after_backward()
 
             if inputs.step_timing is StepTiming.MEASURED:
@@ -411,21 +413,24 @@ def run_pass_again(
     clock: Clock | None = None,
     observers: Sequence[PassObserver] = (),
 ) -> PassOutcome:
-    """Run a pass once more, as a window of its own: it changes no weights, and clears the gradient at its end.
+    """Run a pass once more, without a step.
+
+    With a backward, the pass is a window of its own: its end clears the gradient, also what earlier passes added to it.
+    Without a backward, the gradient stays as it is.
 
     Afterwards torch's random generators, also that of `device`, go on as if this pass had not run. The other arguments
     are as in `run_pass`.
     """
-    inputs_of_own_window = replace(
+    inputs_without_step = replace(
         inputs,
         window_end=WindowEnd.COMPLETE if inputs.runs_backward else WindowEnd.NONE,
         step_timing=StepTiming.NONE,
     )
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        return run_pass(backend, inputs_of_own_window, clock, observers)
+        return run_pass(backend, inputs_without_step, clock, observers)
 
 
-def drop_gradients(model: nn.Module, names: Collection[str]) -> None:
+def _drop_gradients(model: nn.Module, names: Collection[str]) -> None:
     """Drop the gradients of these parameters: no norm counts the gradients, and the optimizer skips the parameters."""
     for name, parameter in model.named_parameters():
         if name in names:
@@ -445,10 +450,11 @@ def _compute_router_loss(
         return None, None
     router_loss = term.compute(states)
     if term.training_loop_loss is None:
+        # The job's model itself added the routers' loss, so the whole of it is added here.
         return router_loss, None
-    # The loss that the job gave to `recorder.note` tells whether its loop added the routers' loss, and with which
-    # factor. Here the routers' loss is added with the same factor. If the factor is unknown, the routers' loss is left
-    # out, and the verdict doubts a gradient that differs.
+    # The loss that the job's training loop gave to `recorder.note` tells whether the loop added the routers' loss, and
+    # with which factor. Here the routers' loss is added with the same factor. If the factor is unknown, the routers'
+    # loss is left out, and the verdict may doubt a gradient that differs.
     factor = term.training_loop_loss.find_factor(loss, log_probs_BA, router_loss)
     return factor.nan_to_num() * router_loss, factor
 
@@ -464,14 +470,11 @@ def prepare_actor_inputs(batch: MicroBatch, spec: ActorSpec, model_source: Model
     # A layout may make each document a padded row of its own. Only joined rows have the borders of documents. So the
     # rows are joined first, and `apply_layout` cuts them at the borders.
     inputs = apply_layout(prepare_inputs(batch, packing=layout.joins_rows), layout)
-    # An attention kernel has a form for each kind of rows that it computes: packed, padded or ring.
-    if (
-        inputs.attention_mask_BS is not None
-        and not find_attention_form(
-            choose_form_name(spec, world.device, model_source.config)
-        ).allows_padding_between_tokens
-    ):
-        refuse_padding_between_tokens(inputs.attention_mask_BS, str(batch.origin.source))
+    # Only padded rows have an attention mask.
+    if inputs.attention_mask_BS is not None:
+        form = find_attention_form(choose_form_name(spec, world.device, model_source.config))
+        if not form.allows_padding_between_tokens:
+            refuse_padding_between_tokens(inputs.attention_mask_BS, str(batch.origin.source))
     # LONGEST is the longest row that any rank has in this pass.
     if spec.pad_to is PadTo.LONGEST:
         inputs = pad_to(inputs, max(world.gather(inputs.input_ids.shape[1])))
