@@ -292,9 +292,26 @@ def is_of_log_probs(call: CapturedCall, dtypes: Sequence[str]) -> bool:
     dtypes  in which the job computed
     """
     misfit = call.notes.get(LOSS_MISFIT)
-    if misfit is None or "float16" in dtypes:
-        return False
-    return float(misfit) <= (MAX_COARSE_MISFIT if is_coarse(dtypes) else MAX_MISFIT)
+    return misfit is not None and "float16" not in dtypes and float(misfit) <= _choose_misfit_bound(dtypes)
+
+
+def explain_untold_loss(call: CapturedCall, dtypes: Sequence[str]) -> str | None:
+    """Say why `is_of_log_probs` does not hold of a pass; None if it does, and if nothing usable was recorded."""
+    misfit = float(call.notes.get(LOSS_MISFIT, math.nan))
+    if not math.isfinite(misfit):
+        return None
+    if misfit > _choose_misfit_bound(dtypes):
+        return (
+            f"{misfit:.2%} of the gradient of the job's logits cannot come from a loss of log-probs; label smoothing, "
+            "a temperature or an entropy may have made it"
+        )
+    if "float16" in dtypes:
+        return "the job's loss may have been scaled for float16 by a number that is not recorded"
+    return None
+
+
+def _choose_misfit_bound(dtypes: Sequence[str]) -> float:
+    return MAX_COARSE_MISFIT if is_coarse(dtypes) else MAX_MISFIT
 
 
 def name_shown_objective(call: CapturedCall, batch: MicroBatch, dtypes: Sequence[str]) -> str | None:

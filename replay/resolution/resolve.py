@@ -3,15 +3,14 @@
 A few choices are filled in later, from the open actor (`ResolvedReplay.complete`).
 
 A setting that was typed keeps its value. Every other setting gets the job's value, which the captures tell, if the
-model and this machine allow it. Probes of a small copy tell what the model allows. Otherwise the setting gets the value
-that the model, the machine or another option requires, and otherwise the default. Rank 0 makes the choices for all
-ranks. Each rank checks its own files and the attention kernel.
+model, this machine and the other options allow it. Probes of a small copy tell what the model allows. Otherwise the
+setting gets the value that the model, the machine or another option requires, and otherwise the default. Rank 0 makes
+the choices for all ranks. Each rank checks its own files and the attention kernel.
 
 `ReplaySpec` (as typed) and `ResolvedReplay` (every choice made) are both `ReplayParts`. A function that takes
 `ReplayParts` works before a choice and after it.
 """
 
-import math
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 
@@ -25,8 +24,8 @@ from actor_init.spec import ActorSpec, Attention, Dtype, Kernels, TpPlan
 from actor_init.world import World, compute_on_rank0
 from capture.facts import Setting
 from capture.file_format.capture_file import CapturedCall
-from capture.file_format.micro_batch import LOSS_MISFIT, CaptureError
-from replay.objective.objective import Objective, name_loss
+from capture.file_format.micro_batch import CaptureError
+from replay.objective.objective import Objective, explain_untold_loss, name_loss
 from replay.options.declarations import list_objectives_with
 from replay.options.declarations.recorded import FROM_LOGIT_GRADIENT
 from replay.options.option_parsing import format_error_with_flags, list_options
@@ -59,6 +58,7 @@ from replay.resolution.job_defaults import (
 )
 from replay.resolution.selection import Selection
 from replay.resolution.step_choice import choose_steps
+from replay.verdict.recorded_pass import list_job_dtypes
 from replay.verdict.weight_check import WeightChecker
 
 WHY_KERNEL_OF_PROBE = "packed documents stay apart with it, and not with the kernel that was to be taken first"
@@ -68,10 +68,11 @@ WHY_KERNEL_OF_PROBE = "packed documents stay apart with it, and not with the ker
 class _KernelAndLayout:
     """The attention kernel and the layout of rows, before and after the probe of the model.
 
-    actor_before_probe  options of the actor with the job's kernel, if this kernel can be had here
-    actor               options of the actor with the layout that the probe found right, and a kernel that is right for
-                        this layout
-    attention_reason    why that kernel; empty: neither the job's captures nor the probe gave a reason
+    actor_before_probe  options of the actor with the kernel that was typed, or else the job's, if this can be had here;
+                        otherwise the kernel is `auto`
+    actor               the same options with the layout that the probe chose, and with another kernel if the probe took
+                        one in place of `auto`
+    attention_reason    why that kernel; empty: neither `choose_job_kernel` nor the probe gave a reason
     """
 
     actor_before_probe: ActorSpec
@@ -94,7 +95,7 @@ def resolve(
     1. what the job's captures tell: dtype, packing, fused modules, accumulation, routing
     2. the model, found on every rank, and which of its parameters the job froze
     3. whether and how the optimizer steps
-    4. the attention kernel and the layout of rows: the job's kernel, unless a probe of the model finds it wrong
+    4. the attention kernel (typed, the job's, or still `auto`) and the layout of rows, with a probe of the model
     5. how log-probs come from the head
     6. the attention kernel if it is still `auto`; each rank checks that it has it
     7. the settings that are left and have a default: those of the backend, the optimizer, the inputs and the objective
@@ -131,7 +132,8 @@ def resolve(
     model_source = replace(model_source, layout=probed.layout)
 
     # `head_form` has all that the forward needs: the kind of head, what the model does to the logits, such as a soft
-    # cap, and how many tokens are computed at once. `head_choice` has the value of --head, and who chose it.
+    # cap, how large a chunk of tokens is, and whether the loss is compiled. `head_choice` has the value of --head, and
+    # who chose it.
     why_whole_logits = explain_whole_logits(spec_with_steps, objective)
     head_form, head_choice = choose_head(
         spec_with_steps, probed.actor, model_source, selection, first_call, world, why_whole_logits=why_whole_logits
@@ -186,7 +188,7 @@ def _find_model(
     """Find the model, and which of its parameters the job froze, on all ranks together.
 
     Returns the model's source, a checker of its weights, and the first forward in which the job trained other
-    parameters than before. The third value is None if there is no such forward, or if this backend can change what it
+    parameters than before. The third value is None if no such forward is known, or if this backend can change what it
     trains.
     """
     source = find_model_source_on_all_ranks(spec, world)
@@ -205,10 +207,11 @@ def _choose_kernel_and_layout(
     first_call: CapturedCall | None,
     world: World,
 ) -> _KernelAndLayout:
-    """Choose the attention kernel that the job had, if it can be had here, and let a probe of the model check it.
+    """Choose the attention kernel that was typed, else the job's, if it can be had here, and probe the model with it.
 
-    If rows are to be packed, the probe tells whether documents stay apart with this kernel. If they do not, another
-    kernel is taken, or the rows are padded. All ranks must call this.
+    If rows are to be packed, the probe tells whether documents stay apart with this kernel. If they do not, and the
+    kernel is still `auto`, the kernel that every device has is tried. If that does not help, the rows are padded. All
+    ranks must call this. Raises UsageError, on all of them, for what was typed and cannot be had.
     """
     attention: ChosenAttention = world.broadcast_from_rank0(
         choose_job_kernel(spec.actor, first_call, world.device, source.config)
@@ -240,17 +243,20 @@ def choose_loss(spec: ReplayParts, selection: Selection, first_call: CapturedCal
     """Choose the loss.
 
     A loss that was typed stays. Otherwise the loss is the job's objective, if every training pass shows it and no
-    option is against it. A pass shows it by the objective's tensors, which the job gave to `recorder.note`, or by the
-    recorded gradient of the logits. Otherwise the loss is sft if the first capture has labels, else the stand-in.
+    option is against it. A pass shows it by its noted loss, with all that this is computed from, or by the recorded
+    gradient of the logits. Otherwise the loss is sft if the first capture has labels, else the stand-in.
+
+    first_call  None if it cannot be read; then labels do not count
     """
     loss = spec.measure.loss
     if loss != LossName.AUTO:
         return ResolvedChoice(setting=LOSS, value=loss, by=ChosenBy.TYPED)
     shown_objective, obstacle = selection.shown_objective, _find_shown_loss_obstacle(spec)
-    # No option sets `details`: commands such as parity do. They compare runs with each other by a mean of log-probs. So
-    # the job's objective is not taken, and no reason is given, since no user chose this.
-    takes_shown_objective = shown_objective is not None and not spec.measure.details
-    if takes_shown_objective and obstacle is None:
+    # No option sets `details`. Parity and `replay compare` set it to compare runs with each other by a mean of
+    # log-probs. So the job's objective is not taken, and no reason is given, since no user chose this. `check-upgrade`
+    # sets it too, after it has chosen the loss by `set_loss_of_job`.
+    may_take_shown_objective = shown_objective is not None and not spec.measure.details
+    if may_take_shown_objective and obstacle is None:
         why = "it noted its loss, advantages and old log-probs"
         if shown_objective == FROM_LOGIT_GRADIENT.name:
             why = "it computes its loss from the model's logits, whose gradient was recorded"
@@ -259,28 +265,34 @@ def choose_loss(spec: ReplayParts, selection: Selection, first_call: CapturedCal
         loss_by_labels = LossName.STAND_IN if first_call is None else name_loss(loss, first_call.micro_batch())
     except CaptureError:
         # The pass itself will report what is wrong with the capture.
-        loss_by_labels = LossName.STAND_IN
+        first_call, loss_by_labels = None, LossName.STAND_IN
     if loss_by_labels != LossName.STAND_IN:
         return ResolvedChoice(setting=LOSS, value=str(loss_by_labels), by=ChosenBy.JOB, why="its captures have labels")
-    if takes_shown_objective and obstacle is not None:
+    if may_take_shown_objective and obstacle is not None:
         return ResolvedChoice(setting=LOSS, value=str(loss_by_labels), by=ChosenBy.OPTION, why=obstacle)
-    why = "" if shown_objective is not None else "the inputs have no labels, and no noted loss of a policy"
-    if first_call is None:
-        why = "the first input cannot be read"
-    elif shown_objective is None and math.isfinite(misfit := float(first_call.notes.get(LOSS_MISFIT, math.nan))):
-        why = (
-            f"{misfit:.2%} of the gradient of the job's logits cannot come from a loss of log-probs; "
-            "label smoothing, a temperature, an entropy or a loss scale may have made it"
-        )
+    why = "" if shown_objective is not None else _explain_stand_in(selection, first_call)
     return ResolvedChoice(setting=LOSS, value=str(loss_by_labels), by=ChosenBy.DEFAULT, why=why)
 
 
-def set_loss_of_job(spec: ReplaySpec, selection: Selection) -> ReplaySpec:
-    """Return the spec with the loss that the job's captures show.
+def _explain_stand_in(selection: Selection, first_call: CapturedCall | None) -> str:
+    """Say why the job's loss is not known."""
+    if first_call is None:
+        return "the first input cannot be read"
+    if (why := explain_untold_loss(first_call, list_job_dtypes(first_call))) is not None:
+        return why
+    if len(selection.shown_objectives) > 1:
+        return "the passes do not all show the same loss"
+    return "the inputs have no labels, and no noted loss of a policy"
 
-    For child replays that could not choose it themselves: those of `check-upgrade` keep details, and those of
-    `minimise` are given parts of the captures.
+
+def set_loss_of_job(spec: ReplaySpec, selection: Selection) -> ReplaySpec:
+    """Return the spec with the objective that the job's captures show; the same spec if none is to be taken.
+
+    For child replays that could not choose it themselves: `check-upgrade` sets `details`, with which `choose_loss` does
+    not take the job's objective, and the parts of captures that `minimise` makes have no noted loss. Whether captures
+    have labels the children see themselves.
     """
+    # Without a first call, labels do not count.
     loss = choose_loss(spec, selection, None)
     return replace(spec, measure=replace(spec.measure, loss=loss.value)) if loss.by is ChosenBy.JOB else spec
 
@@ -297,7 +309,7 @@ def _find_shown_loss_obstacle(spec: ReplayParts) -> str | None:
 
 
 def explain_whole_logits(spec: ReplayParts, objective: Objective | None) -> str:
-    """Return why a run needs the logits of all tokens at once, whatever the job had; empty: it does not need them."""
+    """Return why the trace or the objective needs the logits of all tokens at once; empty: neither does."""
     if spec.measure.trace:
         return "the trace holds them"
     return f"--loss {objective.loss} may ask for them" if objective and objective.needs_whole_logits else ""
@@ -420,7 +432,7 @@ def _apply_to_part(part: PartT, name: str, choices: Sequence[ResolvedChoice]) ->
     """Return `part` with the values that the choices give to its settings.
 
     part  a part of a spec (`ReplayParts`)
-    name  the field of the spec that holds the part: actor, inputs, measure, state or objective
+    name  the field of the spec that holds the part: actor, inputs, measure or objective
     """
     values = {choice.setting.removeprefix(f"{name}."): choice.value for choice in choices}
     return replace(part, **{field.name: values[field.name] for field in fields(part) if field.name in values})

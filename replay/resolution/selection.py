@@ -93,15 +93,19 @@ class Selection:
     recording: ChosenRecording | None = None
 
     @property
-    def shown_objective(self) -> str | None:
-        """The objective that every training pass of the job shows, as `name_shown_objective` names it; else None."""
-        shown = {
+    def shown_objectives(self) -> frozenset[str | None]:
+        """What the training passes show, as `name_shown_objective` names it; None among them: a pass shows none."""
+        return frozenset(
             job_pass.objective
             for input_round in self.rounds
             if input_round.trains
             for job_pass in input_round.job_passes
-        }
-        return shown.pop() if len(shown) == 1 else None
+        )
+
+    @property
+    def shown_objective(self) -> str | None:
+        """The objective that every training pass shows; None if they show none, or not all the same."""
+        return next(iter(self.shown_objectives)) if len(self.shown_objectives) == 1 else None
 
     def describe(self) -> RunInputs:
         """Return what is replayed and what is not, for run.json."""

@@ -57,7 +57,7 @@ class JobPass:
     step              of the last pass before a step: the step, without elements of gradients
     loss_per_mean     the job's loss of the pass, as a multiple of the mean over the pass's tokens: 1, or the number of
                       tokens divided by what the job divided the sum of their losses by
-    objective         the objective whose loss the job noted, with all that it is computed from; None: it noted none
+    objective         the objective that the pass shows (`name_shown_objective`); None: it shows none
     """
 
     rank: int

@@ -16,6 +16,7 @@ from actor_init.probe.layout_choice import choose_layout
 from actor_init.spec import ActorSpec, Attention, Dtype, Kernels, OptimizerName, ParallelSpec, UsageError
 from actor_init.world import World
 from capture.file_format.capture_file import CapturedCall
+from capture.file_format.micro_batch import LOSS_MISFIT
 from replay.command_line.cli import main
 from replay.options.option_parsing import spec_to_dict
 from replay.options.resolved import (
@@ -351,6 +352,47 @@ def test_the_last_step_is_taken_where_a_pass_without_gradients_runs_behind_it(
 
 def test_a_first_input_that_cannot_be_read_is_not_said_to_have_no_labels() -> None:
     assert choose_loss(ReplaySpec(), SELECTION, None).why == "the first input cannot be read"
+    first_call = replace(read_sample_call(), tensors={})
+    assert choose_loss(ReplaySpec(), SELECTION, first_call).why == "the first input cannot be read"
+
+
+def read_sample_call() -> CapturedCall:
+    """The sample's first capture, which has no labels."""
+    first_call = read_first_call(select(spec_of(["--max-inputs", "1"]).inputs, 0, 1))
+    assert first_call is not None
+    return first_call
+
+
+OTHER_FORM = (
+    "{} of the gradient of the job's logits cannot come from a loss of log-probs; label smoothing, a temperature or an "
+    "entropy may have made it"
+)
+
+
+@pytest.mark.parametrize(
+    ("misfit", "dtype", "objectives", "why"),
+    [
+        (0.5, "float32", [None], OTHER_FORM.format("50.00%")),
+        # The shares are of the gradient itself, so that a loss scale changes none of them.
+        (0.5, "float16", [None], OTHER_FORM.format("50.00%")),
+        (1e-3, "float32", [None], OTHER_FORM.format("0.10%")),
+        (1e-3, "float16", [None], "the job's loss may have been scaled for float16 by a number that is not recorded"),
+        (1e-3, "bfloat16", ["logits", None], "the passes do not all show the same loss"),
+        (1e-3, "bfloat16", ["logits", "policy"], "the passes do not all show the same loss"),
+        (1e-3, "bfloat16", [], "the inputs have no labels, and no noted loss of a policy"),
+        (float("nan"), "float16", [None], "the inputs have no labels, and no noted loss of a policy"),
+    ],
+)
+def test_why_the_logits_gradient_does_not_tell_the_loss_is_said_as_it_is(
+    misfit: float, dtype: str, objectives: list[str | None], why: str
+) -> None:
+    notes = {LOSS_MISFIT: torch.tensor(misfit, dtype=torch.float64)}
+    first_call = replace(
+        read_sample_call(), notes=notes, outputs={"logits_dtype": dtype}, weights=None, environment={"device": "CPU"}
+    )
+    selection = replace(SELECTION, rounds=[make_noted_pass(objective) for objective in objectives])
+    choice = choose_loss(ReplaySpec(), selection, first_call)
+    assert (choice.value, choice.by, choice.why) == ("stand-in", ChosenBy.DEFAULT, why)
 
 
 def test_explain_prints_the_table_and_opens_no_actor(
