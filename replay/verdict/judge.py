@@ -7,11 +7,11 @@
      "dtypes": ["bfloat16", "bfloat16"], "floors": {...}, "passes": [...], "windows": [...], "causes": [], ...}
 
 With other weights than the job's no number means anything, so a pass that is known to have run on other weights is not
-judged. A number has a status, and a pass or a run has an outcome. Each number that the job recorded of a pass, or of
-the gradient of an optimizer step, is compared with the replay's number. The status says that it agrees within its
-bound, differs, is unsettled, or is not judged. The verdict says why a number is unsettled or not judged. The outcome is
-DIFFERS only if nothing else explains the difference: the weights are known to be the job's, and job and replay computed
-the same quantity. If there is a doubt, the outcome is UNSETTLED or CANNOT TELL (`Outcome` says when).
+judged. A number has a status; a pass, a step's gradient and a run have an outcome. Each number that the job recorded of
+a pass, or of the gradient of an optimizer step, is compared with the replay's number. The status says that it agrees
+within its bound, differs, is unsettled, or is not judged. The verdict says why a number is unsettled or not judged. The
+outcome is DIFFERS only if nothing else explains the difference: the weights are known to be the job's, and job and
+replay computed the same quantity. If there is a doubt, the outcome is UNSETTLED or CANNOT TELL (`Outcome` says when).
 
 `floors` are noise floors: how far apart two replays are that differ in rounding alone.
 """
@@ -65,10 +65,10 @@ from replay.verdict.pass_verdicts import (
 )
 from replay.verdict.pass_weights import (
     choose_weights_to_show,
-    drop_floors_after_rounded_step,
     explain_unfollowed_steps,
     infer_weights_after_steps,
     merge_weight_samples,
+    widen_bounds_after_rounded_step,
 )
 from replay.verdict.pass_windows import group_into_windows
 from replay.verdict.recorded_pass import (
@@ -84,7 +84,7 @@ class PassEvidence(NamedTuple):
 
     record    the pass in the replay's log
     recorded  what the job recorded of the pass; None: the capture could not be read
-    replayed  numbers that the replay computed in the pass and does not keep in its log
+    replayed  what else the verdict needs to know of the replayed pass
     """
 
     record: PassRecord
@@ -115,8 +115,8 @@ class JudgedRun:
 
         trials  what came of running a wrong forward again, with one suspected cause changed at a time; None: it was not
                 run again
-        single_pass_gradients  if a window's gradient is wrong: the gradient of each of its passes, replayed as a window
-                of its own; empty: no pass was replayed like this
+        single_pass_gradients  if the first wrong number is of a window's gradient: the gradient of each pass of that
+                window, replayed as a window of its own; empty: no pass was replayed like this
         """
         if self.evidence is None:
             return self.verdict
@@ -145,15 +145,18 @@ def judge_without_causes(passes: Sequence[PassEvidence], settings: VerdictSettin
        too, before the windows are compared.
     2. Check that each pass ran on the job's weights. The passes between two optimizer steps ran on the same weights, so
        their samples of the weights are merged. Where the replay makes optimizer steps too, with --step or by default,
-       its weights stay the job's as long as each of its steps equalled the job's step.
-    3. Judge each pass. With other dropout masks than the job's, its numbers differ by chance. So numbers that differ
-       are DIFFERS only if the masks are known to be the job's (`dropout_masks`): if the random generators had the job's
-       states before and after the forward, and all else that shapes the masks, such as rows, kernel and device, is the
-       job's too. A training pass whose numbers agree had the job's masks.
+       its weights stay the job's as long as each of its steps equalled the job's step. A step whose gradient could not
+       be judged leaves a doubt. So the gradients of the windows are compared before this, and judged in point 4.
+    3. Judge each pass. With other dropout masks than the job's, numbers differ by chance. So a training pass that may
+       have had other masks is not DIFFERS because of its numbers. Its masks are known to be the job's if the random
+       generators had the job's states before and after the forward, and all else that shapes the masks, such as rows,
+       kernel and device, is the job's too. If job and replay drew different amounts of random numbers, and nothing
+       explains that, it is a finding of its own (`dropout_masks`).
     4. Judge the gradient of each window. Under dropout this judgment needs point 3: the gradient is comparable if all
-       passes of the window had the job's masks.
-    5. If a finer dtype than the job's was typed, nothing is REPRODUCED: the numbers agree within bounds as wide as
-       the job's coarse rounding, and an error of the job may be smaller than these.
+       passes of the window had the job's masks. But dropout, unless it skips layers, does not explain that a parameter
+       lacks its gradient.
+    5. If a finer dtype than the job's was typed, what would be REPRODUCED is UNSETTLED: the numbers agree within bounds
+       as wide as the job's coarse rounding, and an error of the job may be smaller than these.
     6. Choose the outcome of the run: DIFFERS if any pass or gradient differs, else UNSETTLED if any is unsettled, else
        REPRODUCED if any is reproduced, else CANNOT TELL.
     """
@@ -163,9 +166,9 @@ def judge_without_causes(passes: Sequence[PassEvidence], settings: VerdictSettin
     unreduced_steps = find_unreduced_step_differences([recorded for _, recorded in indexed_passes])
     model_differences = [*settings.model_differences, *unreduced_steps]
     # Some optimizers, such as Muon, round each step to bf16, so after a step the weights of job and replay may differ
-    # by this rounding. `settings.step_floors` has, for each pass, the noise floors of two replays that step. Those of
-    # passes after the first step do not hold then, and are dropped before the passes are compared.
-    settings = drop_floors_after_rounded_step(indexed_passes, replace(settings, model_differences=model_differences))
+    # by this rounding. Then later passes get the bounds of this rounding, in place of the noise floors that were
+    # measured with two replays that step (`settings.step_floors`).
+    settings = widen_bounds_after_rounded_step(indexed_passes, replace(settings, model_differences=model_differences))
     compared_passes = _compare_passes(passes, settings)
     mixed_recordings = describe_mixed_recordings(
         [(compared_pass.record, compared_pass.recorded) for compared_pass in compared_passes]
@@ -317,7 +320,8 @@ def _find_first_decisive(verdicts: Sequence[PassVerdict], outcome: Outcome) -> P
 def _select_open_findings(verdicts: Sequence[PassVerdict]) -> list[Finding]:
     """Select, for each quantity, the first finding whose status is NOT_JUDGED or UNSETTLED.
 
-    Passes with other weights than the job's are left out, and so are doubts about dropout masks.
+    Left out are the findings of passes with other weights than the job's, and those that are not judged because the
+    replay drew other dropout masks. The finding `dropout masks`, of the random numbers themselves, is not left out.
     """
     first: dict[str, Finding] = {}
     for verdict in verdicts:
@@ -351,6 +355,6 @@ def _compare_environments(
 
 
 def _find_coarsest_dtype(compared_passes: Sequence[ComparedPass]) -> str:
-    """Find the coarsest dtype that the job is known to have computed in."""
+    """Find the coarsest dtype that the job is known to have computed in; `unknown` if none is."""
     dtypes = [dtype for compared_pass in compared_passes for dtype in compared_pass.recorded.dtypes]
     return max(dtypes, key=roundoff, default="unknown")

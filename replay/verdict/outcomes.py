@@ -25,8 +25,11 @@ NOT_REPLAYED = "what was recorded was not replayed"
 class Outcome(StrEnum):
     """The outcomes of a pass, of a window's gradient, and of a run.
 
-    UNSETTLED    a number differs, and nothing tells whether the replay or something else is the cause
-    CANNOT TELL  numbers cannot be compared: other weights, other dropout masks, a failed pass, or nothing recorded
+    UNSETTLED    something differs or looks wrong, and nothing tells whether it is an error; or the ranks of the job had
+                 several weights or settings, of which a replay can take one; or the numbers agree, but in a finer dtype
+                 than the job's, which was typed; or none of the recorded gradients could be judged
+    CANNOT TELL  numbers cannot be compared: other weights, other dropout masks, a failed pass, or nothing recorded that
+                 could be judged
     """
 
     REPRODUCED = "REPRODUCED"

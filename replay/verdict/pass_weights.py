@@ -132,14 +132,15 @@ def merge_comparisons(comparisons: Sequence[WeightComparison]) -> WeightComparis
     )
 
 
-def drop_floors_after_rounded_step(
+def widen_bounds_after_rounded_step(
     passes: Sequence[tuple[int, RecordedPass]], settings: VerdictSettings
 ) -> VerdictSettings:
-    """Drop the step floors of passes after the first step that the optimizer rounds to a coarse dtype.
+    """Give passes after a step that the optimizer rounds to a coarse dtype the bounds of that dtype.
 
-    After such a step no floor holds, as two trainings that differ in rounding alone part in steps of that rounding. The
-    settings also get that dtype, and how many steps the job had taken before the first pass. Without such a step they
-    are returned as they are.
+    For this the settings get the dtype, and how many steps the job had taken before the first pass (`list_dtypes` reads
+    both). They lose the step floors of the passes after the first step: two trainings that differ in rounding alone
+    part in steps of that coarse rounding, so no floor holds. If the optimizer rounds no step, or the replay takes none,
+    the settings are returned as they are.
 
     passes  the replay's index of each pass, and what the job recorded of it
     """

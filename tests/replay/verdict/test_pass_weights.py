@@ -11,10 +11,10 @@ from capture.file_format.optimizer_step import OptimizerStep
 from replay.tolerances.job_bounds import TOKEN_LOG_PROBS, NoiseFloor
 from replay.verdict.findings import VerdictSettings, list_dtypes
 from replay.verdict.pass_weights import (
-    drop_floors_after_rounded_step,
     explain_unfollowed_steps,
     infer_weights_after_steps,
     merge_weight_samples,
+    widen_bounds_after_rounded_step,
 )
 from replay.verdict.recorded_pass import WeightComparison
 from tests.replay.verdict.causes.made_evidence import draw_gradients, make_window
@@ -44,7 +44,7 @@ def note(class_name: str) -> tuple[VerdictSettings, list[Any]]:
         stepping_actor=ActorSpec(),
         step_floors={0: FLOOR, 1: FLOOR},
     )
-    return drop_floors_after_rounded_step(list(enumerate(passes)), settings), passes
+    return widen_bounds_after_rounded_step(list(enumerate(passes)), settings), passes
 
 
 def test_behind_a_step_of_muon_bounds_are_those_of_bf16_and_no_floor_holds() -> None:
