@@ -242,7 +242,8 @@ class Replayer:
 
     def needs_second_run(self, rank_records: Sequence[PassRecord]) -> bool:
         """Must the latest pass run again, to see whether it is always this slow? The answer is equal on every rank."""
-        # A second run ends with an empty gradient. In an open window the gradient accumulated so far would be lost.
+        # A second run with a backward clears the gradient. In an open window the gradient accumulated so far would be
+        # lost.
         return self.spec.actor.resolved_grad_accumulation == 1 and self._expected_times.is_unexpectedly_slow(
             rank_records
         )
@@ -304,13 +305,15 @@ class Replayer:
                 recorded_pass = doubt_loss_and_grad_norm(recorded_pass, model_router_loss.why_not_computable)
             self.tracker.set_shapes(batch.num_rows, batch.num_padded_tokens, batch.num_real_tokens)
             batch = select_loss_tokens(self.spec.measure.loss, add_model_positions(batch, self.model_source.config))
-            record, replayed_pass = self._run_micro_batch(record, captured_call, recorded_pass, batch, extra_observers)
+            record_with_results, replayed_pass = self._run_micro_batch(
+                record, captured_call, recorded_pass, batch, extra_observers
+            )
             # In at most one pass of the run, the random numbers are counted, and the counts added to both. In every
             # other pass both come back unchanged.
             recorded_pass, replayed_pass = self._random_draw_counter.add_counts(
                 recorded_pass, replayed_pass, captured_call.random
             )
-            return PassEvidence(record, recorded_pass, replayed_pass), None
+            return PassEvidence(record_with_results, recorded_pass, replayed_pass), None
         except SystemExit as error:
             # A user's code may call sys.exit. Then the pass fails, but the run must not end without a report.
             exit_error = RuntimeError(f"sys.exit({error.code!r}) was called").with_traceback(error.__traceback__)
@@ -325,7 +328,7 @@ class Replayer:
         """Count a failed pass too: its window ends where it would have ended without the failure.
 
         If `run_pass` succeeded, and only its results could not be collected, the pass is counted already. Returns the
-        record with the pass's window; unchanged if the pass belongs to no window.
+        record with the pass's window; unchanged if the pass, as far as is known, belongs to no window.
         """
         rounds, index = self.window.rounds, record.index
         # If the capture could not be read, ask the round whether the job trained on it.

@@ -16,8 +16,9 @@ import torch
 from capture import recording
 from capture.file_format.micro_batch import CaptureError
 from replay.command_line.cli import main
-from replay.runlog.records import PassRecord, parse_line
+from replay.runlog.records import PassRecord, ResultSection, parse_line
 from replay.runner.accumulation_window import AccumulationWindow
+from replay.runner.generator_observer import RandomDrawCounter
 from replay.runner.replayer import Replayer
 from replay.runner.run_pass import prepare_actor_inputs
 from replay.verdict.pass_windows import group_into_windows
@@ -144,6 +145,18 @@ def test_later_steps_are_judged_where_a_pass_cannot_be_laid_out(
         (5, "CANNOT TELL"),
         (8, "REPRODUCED"),
     ]
+
+
+@pytest.mark.usefixtures("one_world", "proofs_once")
+def test_a_pass_that_failed_after_its_results_were_collected_has_none_of_them(
+    job: tuple[Path, list[float]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*arguments: Any) -> None:
+        raise ValueError("the draws cannot be counted")
+
+    monkeypatch.setattr(RandomDrawCounter, "add_counts", fail)
+    [failed], _ = replay(job[0], tmp_path / "logs", "--backend", "ddp", "--max-inputs", "1")
+    assert (failed.error, failed.result) == ("the draws cannot be counted", ResultSection())
 
 
 @pytest.mark.usefixtures("one_world", "proofs_once")
