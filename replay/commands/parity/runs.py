@@ -156,7 +156,8 @@ def _adapt_to_edges(context: MatrixContext, folder: Path) -> MatrixContext:
 def resume(folder: Path, limits: RunLimits, *, trace: bool, ray: RayOptions | None, screen: IO[str]) -> ParityResult:
     """Run the cells of a parity run that have not run yet, and report all of them.
 
-    Raises UsageError if there is no such run, or if it was made on another machine or with other versions.
+    Raises UsageError if there is no such run, or if some may still have to run and it was made on another machine or
+    with other versions.
     """
     log = ParityLog.read(folder)
     with open_executor(ray) as executor:
@@ -165,7 +166,8 @@ def resume(folder: Path, limits: RunLimits, *, trace: bool, ray: RayOptions | No
             for planned_run, row in zip(log.planned_runs, log.rows, strict=True)
             if row.state is RowState.PENDING
         ]
-        log.campaign.check_can_continue(executor, pending)
+        # Which runs are traced shows only when the others are judged.
+        log.campaign.check_can_continue(executor, None if trace else pending)
         return _run(log, executor, limits, screen, trace=trace)
 
 

@@ -248,6 +248,9 @@ def test_after_ctrl_c_it_says_how_to_go_on_and_runs_what_is_missing_alone(
     monkeypatch.setattr("replay.runlog.writer.list_versions", lambda: {"torch": "1.0"})
     assert cli.main(["parity", "--continue", str(folder)]) == 1  # so its report is made anywhere
     assert MatrixJudge().judge(ParityLog.read(folder).rows).cells[RUNS[6]].result is CellResult.EQUAL
+    # A traced run is compared with others, so it is made with their versions.
+    assert cli.main(["parity", "--continue", str(folder), "--first-difference"]) == 2
+    assert " has runs of " in capsys.readouterr().err
 
 
 def test_what_failed_beside_others_is_run_again_and_what_failed_alone_is_not(
