@@ -1,22 +1,24 @@
 """Run the replays that a command needs, its planned runs. A journal keeps how each planned run ended.
 
-So even a command that is killed loses no result.
+So a command with `--continue` loses only what was running when it was killed.
 
-`logs/<time>-<command>/` has two files beside what the planned runs write. `<command>.json` has the plan, from which
-the command makes its planned runs, and the result. The file is written when the command begins, and whenever the
-command knows more of the result:
+A campaign writes two files into the command's folder, `logs/<time>-<command>/`. `<command>.json` has the plan, from
+which the command makes its planned runs, and the result. It is written when the command begins, then with `null` as the
+result, and whenever the command calls `Campaign.write`: some commands do so as results come in, others only at the end.
 
     {"format": 2, "command": "replay scan --group 4", "machine": {"num_devices": 2, "has_gpus": false},
      "versions": {"torch": "2.11.0", ...}, "plan": {...}, "result": {...}}
 
-`journal.jsonl` gets a line whenever a planned run has ended:
+`journal.jsonl` gets a line whenever a planned run has ended, and none for one that is broken off with the command:
 
     {"job": "3f2a...", "exit_code": 0, "seconds": 8.1, "ran_alone": true, "attempt": "groups/0001/0"}
 
-In this line `job` is the digest of the planned run, not the training that was recorded.
+In this line `job` is the digest of the planned run, not the training that was recorded. `attempt` is the folder of this
+execution; a planned run that runs again gets a new one beside it.
 
-`--continue` asks for the same planned runs again. Those in the journal come back without a run, except those that may
-have run beside others and have to run again (`Campaign._must_run_again`).
+With `--continue` a command asks for the same planned runs again. Those in the journal come back without a run, except
+those that may have run beside others and have to run again (`Campaign._must_run_again`), and those that the command
+gives to `Campaign.forget`.
 """
 
 import hashlib
@@ -57,10 +59,13 @@ PlanT = TypeVar("PlanT")
 class PlannedRun:
     """A replay in processes of its own.
 
-    The journal names a planned run by a digest of its fields and their names, without `home` and the log folder. If a
-    field is renamed, every digest changes, and a journal that was written before knows none of its planned runs.
+    The journal names a planned run by a digest of its fields and their names, without the values of `home` and the log
+    folder. If a field of a planned run or of its spec is added or renamed, every digest changes, and a journal that
+    was written before knows none of its planned runs.
 
-    home      folder of the planned run's attempts, relative to the campaign's folder, such as `groups/0001`
+    home      folder of the planned run's attempts, relative to the campaign's folder, such as `groups/0001`. Planned
+              runs that are given to `Campaign.run_all` together have different ones: on Ray an attempt's folder may
+              come into being only after the next attempt's name is chosen
     python    path of another environment's interpreter; empty: the interpreter that runs this code
     repeat    number of this run, if the same replay is run several times
     inputs_digest  digest of the inputs if their folder may be filled anew (`minimise`); empty: their path says enough
@@ -75,18 +80,20 @@ class PlannedRun:
 
     def digest_in(self, folder: Path) -> str:
         """Return the digest by which the campaign in `folder` knows the planned run."""
-        # The digest leaves out where the planned run writes its log, and takes the campaign's folder out of all paths:
-        # a folder that was moved or copied still knows its planned runs.
+        # The digest leaves out where the planned run writes its log, and takes the campaign's folder out of all paths.
+        # So a campaign whose folder was moved or copied still knows the planned runs with paths below it.
         measure = replace(self.spec.measure, log_folder=MeasureSpec().log_folder)
         content = to_json(replace(self, home="", spec=replace(self.spec, measure=measure)))
-        text = json.dumps(content, sort_keys=True).replace(f"{json.dumps(str(folder.absolute()))[1:-1]}/", "")
+        # As JSON escapes it, without the quotes.
+        folder_in_json = json.dumps(str(folder.absolute()))[1:-1]
+        text = json.dumps(content, sort_keys=True).replace(f"{folder_in_json}/", "")
         return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
 def has_ended_without_answer(process_result: ProcessResult) -> bool:
     """Did a signal or the time limit end the replay before it gave an answer?
 
-    Exit codes 0, 1 (it ran and reports a failure) and 2 (it refused its options) are answers.
+    Exit codes 0, 1 (it failed) and 2 (it refused its options) are answers.
     """
     return process_result.exit_code not in (0, 1, REFUSED_EXIT_CODE)
 
@@ -94,12 +101,10 @@ def has_ended_without_answer(process_result: ProcessResult) -> bool:
 class EndedRun(NamedTuple):
     """How a planned run ended.
 
-    A planned run that has to run again (`Campaign._must_run_again`) is reported as new each time it runs.
-
-    position   number of the planned run among those that the command asked for, from 0
-    ran_alone  the machine runs one planned run at a time. False: others may have run beside this one, so its times mean
-               nothing. On Ray always False
-    is_new     the planned run was run now; False: its result was in the journal
+    position   number of the planned run among those that `Campaign.run_all` was given, from 0
+    ran_alone  the command that ran it ran one planned run at a time. False: others may have run beside it, so its times
+               mean nothing. On Ray always False
+    is_new     the planned run was run now, also if it had run before; False: its result was in the journal
     """
 
     position: int
@@ -112,9 +117,11 @@ class EndedRun(NamedTuple):
 class _JournalLine:
     """What the journal keeps of a planned run that has ended.
 
-    job        digest of the planned run; this is also the key in the journal, so the attribute is not renamed
+    job        digest of the planned run. Journals that were written before have the JSON key `job`, so the attribute
+               keeps that name
     exit_code  None: it did not end within its time limit
-    attempt    folder of its last attempt, below `PlannedRun.home`; relative to the campaign's folder
+    ran_alone  as in EndedRun
+    attempt    folder of this attempt, below `PlannedRun.home`; relative to the campaign's folder
     """
 
     job: str
@@ -126,7 +133,7 @@ class _JournalLine:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CampaignFile:
-    """`<command>.json`; docs/formats.md explains the result."""
+    """`<command>.json`. Its schema is `replay/schemas/campaign.json`; `plan` and `result` depend on the command."""
 
     format: int
     command: str
@@ -143,10 +150,11 @@ class Campaign(Generic[PlanT]):
     folder      holds everything that the campaign writes
     command_name  such as `scan`
     command_line  what a user types to repeat the campaign
-    machine     the devices on which the campaign was begun
+    machine     the devices with which the campaign was begun
     plan        what the command makes its planned runs from; read and written as JSON
     versions    of the libraries when the campaign was begun
-    result      what the command knows of its answer so far: a dataclass or a mapping, written as JSON
+    result      what the command knows of its answer so far: a dataclass or a mapping, written as JSON. None: nothing
+                yet, also in a campaign that was read: the command finds its result anew
     may_succeed_alone  is given the result of a planned run that may have had others beside it. Tells whether the
                 planned run might end otherwise if it ran alone: then it runs again. Default: `has_ended_without_answer`
     """
@@ -176,7 +184,7 @@ class Campaign(Generic[PlanT]):
 
     @classmethod
     def begin_in(cls, folder: Path, name: str, plan: PlanT, *, arguments: Sequence[str], machine: Machine) -> Self:
-        """Begin a campaign in a folder that exists and holds the inputs that its plan needs."""
+        """Begin a campaign in a folder that exists."""
         campaign = cls(
             folder=folder,
             command_name=name,
@@ -242,8 +250,8 @@ class Campaign(Generic[PlanT]):
 
     @property
     def continue_command(self) -> str:
-        """Return the command that a user types to run the planned runs that have not ended."""
-        return f"replay {self.command_name} --continue {self.folder}"
+        """Return what a user types to go on with the campaign."""
+        return shlex.join(["replay", self.command_name, "--continue", str(self.folder)])
 
     def open(self, executor: Executor, limits: RunLimits, *, storage: str | None = None) -> None:
         """Make the campaign ready to run its planned runs on `executor`.
@@ -251,7 +259,8 @@ class Campaign(Generic[PlanT]):
         The time that `limits` gives the whole command begins now. After this time `run_all` starts no planned run,
         unless it is given another deadline; `run` starts its planned run at any time.
 
-        storage  folder or URI where planned runs keep the states from which they resume; None: they keep none
+        storage  folder or URI where Ray keeps the states from which planned runs resume; on this machine their specs
+                 name the folder. Unless it is None, they run one after another
         """
         self._run_limit_seconds, self._start_deadline = limits.run_limit_seconds, limits.compute_start_deadline()
         if storage is None:
@@ -266,14 +275,14 @@ class Campaign(Generic[PlanT]):
 
     @property
     def num_ended(self) -> int:
-        """Return how many planned runs have ended, including those that have to run again."""
+        """Return how many planned runs have a result, including those that have to run again."""
         return len(self._lines_by_digest)
 
     def check_can_continue(self, executor: Executor, planned_runs: Iterable[PlannedRun] | None = None) -> None:
         """Raise UsageError if planned runs still have to run, and this machine or its libraries do not suit them.
 
-        planned_runs  all planned runs that the command will ask for; None: they are not known yet, so some may have to
-                      run
+        planned_runs  all planned runs that the command may ask for; None: what they are depends on how others end, so
+                      some may have to run
         """
         if planned_runs is not None and all(self.find_ended(planned_run) for planned_run in planned_runs):
             return
@@ -325,7 +334,7 @@ class Campaign(Generic[PlanT]):
         end. A run that the deadline keeps from starting is not yielded.
 
         start_deadline  no run is started after this time of `time.monotonic`; None: the deadline from the limits
-        working_folder  the folder in which relative paths begin
+        working_folder  the folder in which relative paths of their specs begin
         """
         assert self._task_runner is not None, "call open() first"
         pending = {}
@@ -334,7 +343,7 @@ class Campaign(Generic[PlanT]):
                 yield ended
             else:
                 pending[position] = planned_run
-        # Making a task claims its attempt folder. So a generator makes each task when it is about to run.
+        # Making a task creates its planned run's home. So tasks are made only as the runner asks for them.
         tasks = ((position, self._make_task(planned_run, working_folder)) for position, planned_run in pending.items())
         start_deadline = self._start_deadline if start_deadline is None else start_deadline
         for position, process_result in self._task_runner(tasks, start_deadline=start_deadline):
@@ -375,9 +384,9 @@ def _read_journal(path: Path) -> list[_JournalLine]:
     if not path.exists():
         return []
     # What ended the command may have cut its last write short. The next line has to begin on a line of its own.
-    *lines, unfinished = path.read_text(encoding="utf-8").split("\n")
+    *lines, unfinished = path.read_bytes().split(b"\n")
     if unfinished:
-        write_atomically(path, "".join(f"{line}\n" for line in lines).encode())
+        write_atomically(path, b"".join(line + b"\n" for line in lines))
     return [
         parse_json(_JournalLine, line, source=f"{path} is damaged in line {number}")
         for number, line in enumerate(lines, start=1)
@@ -407,8 +416,8 @@ class Interruption:
 def catch_interruption() -> Iterator[Interruption]:
     """Leave the block on Ctrl-C or SIGTERM, so that the caller reports the results so far.
 
-    Planned runs in progress are ended first: an exception that leaves the caller's `for` over `Campaign.run_all` closes
-    that generator.
+    Planned runs in progress are ended first. For this, keep the generator of `Campaign.run_all` in no variable: the
+    loop over it then holds the only reference, and an exception that leaves the loop closes it.
     """
     interruption = Interruption()
     try:

@@ -2,6 +2,7 @@
 
 import json
 import math
+import shlex
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -146,6 +147,11 @@ def test_what_failed_beside_others_runs_again(
     assert bool(again.ran) is runs_again
 
 
+def test_what_is_typed_to_go_on_names_a_folder_with_a_space(tmp_path: Path) -> None:
+    campaign = begin_campaign(tmp_path / "my logs")
+    assert shlex.split(campaign.continue_command) == ["replay", "scan", "--continue", str(campaign.folder)]
+
+
 @pytest.mark.parametrize(
     ("num_gpus", "at_once", "is_alone"),
     [(0, None, True), (0, 1, True), (0, 2, False), (2, None, True), (2, 1, False), (1, 1, True), (1, 2, False)],
@@ -176,6 +182,10 @@ def change_journal(folder: Path) -> None:
     (folder / JOURNAL).write_text('{"job": 3}\n')
 
 
+def damage_journal(folder: Path) -> None:
+    (folder / JOURNAL).write_bytes(b'{"job": "\xff"}\n')
+
+
 @pytest.mark.parametrize(
     ("change", "says"),
     [
@@ -186,6 +196,7 @@ def change_journal(folder: Path) -> None:
         ),
         (change_plan, "is damaged: plan: "),
         (change_journal, "journal.jsonl is damaged in line 1: job is 3"),
+        (damage_journal, "journal.jsonl is damaged in line 1: no JSON: invalid unicode code point"),
     ],
 )
 def test_what_cannot_go_on_is_refused(change: Callable[[Path], None], says: str, tmp_path: Path) -> None:
