@@ -1,16 +1,17 @@
 """Write in a background thread what the job hands over. The job does not wait: what the queue cannot hold is dropped.
 
-In this module an item is what the job's thread hands over: a pass, or something small, such as the outputs of a pass.
-The callback `handle` writes an item.
+In this module an item is what is handed over: a pass, or something small, such as the outputs of a pass. The callback
+`handle` deals with an item.
 
-Only `drain` and `close` wait, until what is queued has been handled.
+Only `drain` and `close` wait until what is queued has been handled, for at most `max_seconds`.
 
 Python's GIL lets one thread run at a time. While this thread works, the job's own thread has to wait for its turn, and
 each time this thread wakes up, the job pays for a change of threads. That costs most while a forward begins: a device
-that has finished all earlier work stands idle until the job's thread gives it more. So this thread begins to work when
-the job calls `wake`, at the end of each forward. By then the device has work. The job's thread goes on to the backward,
-or waits for the device, and needs Python for neither. An item that is queued after this call waits for the next call of
-`wake`. Without a call, this thread looks into the queue every MAX_DELAY_SECONDS.
+that has finished all earlier work stands idle until the job's thread gives it more. So this thread takes an item only
+once it is ready, and the job makes all queued items ready when it calls `wake`, at the end of each forward. By then the
+device has work. The job's thread goes on to the backward, or waits for the device, and needs little Python for either.
+An item that is queued later becomes ready with the next call, or when this thread has waited for one in vain, for at
+most MAX_DELAY_SECONDS.
 """
 
 import sys
@@ -34,13 +35,16 @@ ItemT = TypeVar("ItemT")
 
 
 class _Sentinel(Enum):
-    """What `_wait_for_work` returns instead of an item. As an Enum, a type checker can tell it from an item."""
+    """What `_wait_for_work` returns when the deadline is reached. A type checker can tell an Enum from an item."""
 
     DEADLINE_REACHED = auto()
 
 
 class Deadline(Protocol):
-    """A deadline that the writer's thread watches while it waits, such as the one for the job's next step."""
+    """A deadline that the writer's thread watches while it waits.
+
+    For example the moment by which the job's next forward has to begin (`slow_step`).
+    """
 
     def seconds_left(self) -> float | None:
         """Return the seconds that are left, 0 once it is reached; None while there is no deadline.
@@ -62,20 +66,20 @@ class BackgroundWriter(Generic[ItemT]):
 
     At most `max_queued` passes wait, with at most MAX_QUEUED_BYTES bytes in all; a larger pass waits alone.
 
-    num_dropped      passes dropped because the queue was full, because `handle` refused them (CaptureError), because
-                     writing had stopped, or because `close` had been called. If writing stops while `handle` works on a
-                     pass, that pass counts as dropped until `handle` returns, since it may never return
+    num_dropped      passes dropped because the queue was full, because `handle` refused them (CaptureError) or failed,
+                     because writing had stopped, or because `close` had been called. If writing stops while `handle`
+                     works on a pass, that pass counts as dropped until `handle` returns, since it may never return
     failure          the exception that has stopped writing, or None
     refusal          why `handle` refused the first of the passes that it refused, or None
-    flush_requested  an event, set by `drain` or an urgent item, and cleared when the queue is empty. While it is set,
-                     the thread handles items without waiting for `wake`, and `handle` may wait only briefly for tensors
-                     that are being copied from a device
+    flush_requested  an event, set by `drain` or an urgent item, and cleared when the queue is empty and the last item
+                     has been handled. While it is set, the thread handles items without waiting for `wake`, and
+                     `handle` may wait only briefly for tensors that are being copied from a device
 
     The thread calls these:
 
-    * `on_idle`: when it has handled all that it was woken for, and after `on_deadline` if no item is ready
+    * `on_idle`: after an item or `on_deadline`, unless another item is ready
     * `on_deadline`: when it waits and `deadline` is reached. It has to end or move the deadline: as long as
-      `deadline.seconds_left()` returns 0, it is called again at once
+      `deadline.seconds_left()` returns 0, it is called again before the thread waits
     * `on_end`: as its last act. It is given True if writing has failed
 
     An exception from one of these callbacks, from `handle` or from `deadline` stops writing. Only a CaptureError with
@@ -106,14 +110,17 @@ class BackgroundWriter(Generic[ItemT]):
         self._on_deadline = on_deadline
         self._max_queued_passes = max_queued
         # Each item with its size in bytes, and whether it is a pass. The thread may take the first `_num_ready` of
-        # them. The others become ready with the next `wake`, with an urgent item, `drain` or `close`, or when
-        # the thread has waited in vain.
+        # them. The others become ready with the next `wake`, with an urgent item, `drain` or `close`, or when the
+        # thread has waited in vain.
         self._queue: deque[tuple[ItemT, int, bool]] = deque()
         self._num_ready = 0
         self._num_queued_passes = 0
         self._num_queued_bytes = 0
         self._num_dropped = 0
-        self._is_handling_item = False
+        # True from when the thread takes an item until it looks for the next one. So it is True during an `on_idle` in
+        # between: `drain` waits for that too.
+        self._has_unfinished_item = False
+        # True from when the thread takes a pass until `handle` has returned or raised.
         self._is_handling_pass = False
         self._is_closing = False
         self._has_warned_of_full_queue = False
@@ -152,9 +159,9 @@ class BackgroundWriter(Generic[ItemT]):
     def queue_small_item(self, item: ItemT, *, is_urgent: bool = False) -> None:
         """Queue an item that is no pass.
 
-        An urgent item does not wait for `wake`; it is handled after all that was queued before it. Any other item is
-        handled after the next `wake`, or after MAX_DELAY_SECONDS without one, and is left out if too many are waiting.
-        Once writing has stopped, every item is left out, without a count.
+        An urgent item does not wait for `wake`; it is handled after all that was queued before it. Any other item waits
+        for `wake` as a pass does, and is left out if too many are waiting. Once writing has stopped, every item is left
+        out, without a count.
         """
         with self._changed:
             num_small_items = len(self._queue) - self._num_queued_passes
@@ -166,11 +173,11 @@ class BackgroundWriter(Generic[ItemT]):
                     self._changed.notify_all()
 
     def wake(self, later_item: ItemT | None = None) -> None:
-        """Have the thread handle what is queued by now.
+        """Make ready what is queued by now, and wake the thread.
 
         Call this when the job's thread can do without Python for a while.
 
-        later_item  a small item that is queued only after the others are ready: the outputs of the forward that has
+        later_item  a small item that this call queues, but does not make ready: the outputs of the forward that has
                     just ended, whose copy from the device has only begun
         """
         with self._changed:
@@ -181,21 +188,22 @@ class BackgroundWriter(Generic[ItemT]):
                 self._changed.notify_all()
 
     def count_dropped_pass(self) -> None:
-        """Count a pass that was never queued, because writing has stopped."""
+        """Count as dropped a pass that the caller does not queue, because writing has stopped."""
         with self._changed:
             self._num_dropped += 1
 
     def drain(self, *, max_seconds: float) -> bool:
-        """Wait until the queue is empty, writing has failed, or the thread has exited.
+        """Wait until all that is queued has been handled, and the `on_idle` after it has returned.
 
-        Returns False if none of that comes within `max_seconds`.
+        Also ends when writing has failed or the thread has exited. Returns False if none of that comes within
+        `max_seconds`.
         """
         drain_until = time.monotonic() + max_seconds
         with self._changed:
-            if self._queue or self._is_handling_item:
+            if self._queue or self._has_unfinished_item:
                 self.flush_requested.set()
                 self._changed.notify_all()
-            while (self._queue or self._is_handling_item) and self.failure is None and self._thread.is_alive():
+            while (self._queue or self._has_unfinished_item) and self.failure is None and self._thread.is_alive():
                 if not self._changed.wait(drain_until - time.monotonic()) and time.monotonic() >= drain_until:
                     return False
             return True
@@ -244,12 +252,12 @@ class BackgroundWriter(Generic[ItemT]):
             self.give_up(error)
 
     def _wait_for_work(self) -> tuple[ItemT, bool] | Literal[_Sentinel.DEADLINE_REACHED] | None:
-        """Wait for an item that may be handled, for the deadline, or for the end.
+        """Wait for an item that is ready, for the deadline, or for the end: `close`, or that writing has stopped.
 
         Returns the item and whether it is a pass; DEADLINE_REACHED if that comes first; None at the end.
         """
         with self._changed:
-            self._is_handling_item = False
+            self._has_unfinished_item = False
             while not self._num_ready:
                 if not self._queue:
                     # Whoever waits in `drain` waits for this moment.
@@ -272,7 +280,7 @@ class BackgroundWriter(Generic[ItemT]):
             self._num_ready -= 1
             self._num_queued_passes -= is_pass
             self._num_queued_bytes -= num_bytes
-            self._is_handling_item, self._is_handling_pass = True, is_pass
+            self._has_unfinished_item, self._is_handling_pass = True, is_pass
             return item, is_pass
 
     def _handle_work(self, next_work: tuple[ItemT, bool] | Literal[_Sentinel.DEADLINE_REACHED]) -> None:
@@ -296,7 +304,7 @@ class BackgroundWriter(Generic[ItemT]):
                 raise
             if self.refusal is None:
                 self.refusal = str(error)
-                warn(f"capture: a pass that no replay could read is dropped: {error}. Others like it are counted only")
+                warn(f"capture: a pass cannot be kept and is dropped: {error}. Others are counted only")
         finally:
             with self._changed:
                 self._is_handling_pass = False

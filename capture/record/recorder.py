@@ -101,7 +101,7 @@ class Recorder:
                  a part for activation checkpointing
     num_written  passes written
     num_dropped  passes lost: the disk was slow or failed, or hung until `close` gave up, or the arguments were no
-                 micro-batch
+                 micro-batch, or their copy from the device failed
     num_skipped  passes that cannot be replayed from their arguments: with a key-value cache of earlier tokens, and
                  forwards inside a CUDA graph capture
     not_recorded numbers of training passes among the skipped ones, by the reason
@@ -109,7 +109,7 @@ class Recorder:
     num_not_kept passes that the settings leave out: by number, kind or limit, or because newer ones took their place
                  in the flight recorder
     failure      why recording stopped before `close`, or None
-    refusal      why the first of the passes that are no micro-batch was dropped, or None
+    refusal      why the first pass was dropped whose arguments or their copy were at fault, or None
     rank, world_size  as of the latest pass
     handles_signals   False where the recording was opened outside the main thread: Python handles signals only there
     """

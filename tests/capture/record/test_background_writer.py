@@ -122,7 +122,24 @@ def test_after_a_refused_pass_the_thread_is_idle_as_after_any(warned: list[str])
     assert is_idle.wait(SECONDS)
     writer.close(max_seconds=SECONDS)
     assert (writer.num_dropped, writer.refusal, writer.failure) == (1, "it is no micro-batch", None)
-    assert len(warned) == 1
+    assert warned == ["capture: a pass cannot be kept and is dropped: it is no micro-batch. Others are counted only"]
+
+
+def test_to_drain_waits_until_the_thread_is_idle() -> None:
+    is_idle, may_go_on = threading.Event(), threading.Event()
+
+    def be_idle() -> None:
+        is_idle.set()
+        assert may_go_on.wait(SECONDS)
+
+    writer = Refusing(be_idle).writer
+    writer.queue_pass("written", 1)
+    writer.wake()
+    assert is_idle.wait(SECONDS)
+    assert not writer.drain(max_seconds=0)
+    may_go_on.set()
+    assert writer.drain(max_seconds=SECONDS)
+    writer.close(max_seconds=SECONDS)
 
 
 def test_a_deadline_that_cannot_be_read_stops_writing_with_a_warning(warned: list[str]) -> None:
