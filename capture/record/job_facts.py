@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from enum import Enum
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -171,6 +171,17 @@ def is_compiled(module: nn.Module) -> bool:
     )
 
 
+class PassDevice(NamedTuple):
+    """The device of a pass, with what takes 0.01 ms to read of a torch.device where the job's caches hold other things.
+
+    number  as Tensor.get_device has it of the pass's arguments; -1 stands for the CPU
+    """
+
+    device: torch.device
+    number: int
+    type: str
+
+
 class ModelDevices:
     """Knows on which devices a model's parameters are. It keeps no parameter alive.
 
@@ -180,16 +191,17 @@ class ModelDevices:
     def __init__(self, model: nn.Module) -> None:
         self._model = weakref.ref(model)
         self._accelerators: list[torch.device] | None = None
-        # Devices of passes by the number of their arguments' device, which costs less to read; -1 stands for the CPU.
-        self._known: dict[int, torch.device] = {}
+        self._known: dict[int, PassDevice] = {}
 
-    def find(self, tensors: Mapping[str, Tensor]) -> torch.device:
+    def find(self, tensors: Mapping[str, Tensor]) -> PassDevice:
         """Find the device of a pass: that of its arguments, or the model's, to which DDP or FSDP moves arguments."""
         first = next(iter(tensors.values()), None)
         number = -1 if first is None else first.get_device()
-        if number not in self._known:
-            self._known[number] = self._find(torch.device("cpu") if first is None else first.device)
-        return self._known[number]
+        known = self._known.get(number)
+        if known is None:
+            device = self._find(torch.device("cpu") if first is None else first.device)
+            known = self._known[number] = PassDevice(device, number, device.type)
+        return known
 
     def _find(self, device: torch.device) -> torch.device:
         if self._accelerators is None:

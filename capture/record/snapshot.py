@@ -21,6 +21,7 @@ from capture.record.generator_marks import CpuStateFollower, GeneratorSnapshot, 
 from capture.record.host_copy import ArgumentCopier, ArgumentCopies, copy_to_host, is_capturing_graph
 from capture.record.job_facts import (
     ModelDevices,
+    PassDevice,
     describe_model,
     find_attention_kernel,
     is_compiled,
@@ -254,8 +255,8 @@ class SnapshotMaker:
         attention = find_attention_kernel(model)
         self._model_settings = describe_model(model) if reproduce else {}
         self._model_settings |= {} if attention is None else {"attention": attention}
-        # By device and autocast's dtype.
-        self._settings_by_device: dict[tuple[torch.device, str], dict[str, str]] = {}
+        # By the device's number, autocast's dtype, and whether autograd is on.
+        self._known_settings: dict[tuple[int, str, bool], dict[str, str]] = {}
         self._copier = ArgumentCopier()
         self._clock = clock
         self._model_name = model_name
@@ -327,7 +328,7 @@ class SnapshotMaker:
             weights = replace(weights, values=copies.tensors.pop(_SAMPLES))
         self._training_pass = forward if trains else None
         # Of a model on several devices one generator alone would be recorded, and tell of a part of the masks.
-        self._cuda_device = device if device.type == "cuda" else None
+        self._cuda_device = device.device if device.type == "cuda" else None
         training = None if self._training_mode is None else self._training_mode.expect()
         is_training = training is not None and training["model"]
         self._keeps_random_after = self._reproduce and not self._devices.are_several
@@ -347,15 +348,18 @@ class SnapshotMaker:
             pair_mask=pair_mask,
         )
 
-    def _read_settings(self, device: torch.device, trains: bool) -> Sequence[Mapping[str, str]]:
+    def _read_settings(self, device: PassDevice, trains: bool) -> Sequence[Mapping[str, str]]:
         """Read the settings of a pass, without making what is the same in each."""
-        autocast = read_autocast_dtype(device.type)
-        settings = self._settings_by_device.get((device, autocast))
-        if settings is None:
-            settings = {"device": read_device_name(device), "autocast": autocast, **self._model_settings}
-            self._settings_by_device[device, autocast] = settings
         synced = self._gradient_sync.read() if self._gradient_sync is not None and trains else {}
+        autocast = read_autocast_dtype(device.type)
+        key = device.number, autocast, trains
+        known = self._known_settings.get(key)
+        if known is not None and not (self._compute_dtype is not None and self._compute_dtype.is_looking):
+            return known, synced
+        settings = {"device": read_device_name(device.device), "autocast": autocast, **self._model_settings}
         computed = {} if self._compute_dtype is None else self._compute_dtype.begin((trains, autocast))
+        if self._compute_dtype is None or computed:
+            self._known_settings[key] = settings | computed
         return settings, synced, computed
 
     def read_engine_scale(self) -> float:
@@ -479,6 +483,11 @@ class ComputeDtypeProbe:
         self._kind: tuple[Any, ...] | None = None
         self._settings: dict[str, str] = {}
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
+
+    @property
+    def is_looking(self) -> bool:
+        """Tell whether a pass is looked at that has not ended, or whose end was not seen."""
+        return self._kind is not None
 
     def begin(self, kind: tuple[Any, ...]) -> dict[str, str]:
         """Begin a pass. Returns the settings of its kind, if these are known; otherwise `end` returns them."""

@@ -7,7 +7,7 @@ A step may have several parts: several optimizers step, or one is called for its
 import math
 import weakref
 from collections.abc import Callable, Container, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -106,6 +106,40 @@ class _Clipping:
         return self.max_norm != math.inf
 
 
+@dataclass(kw_only=True, slots=True)
+class _WindowState:
+    """What was seen since the last step.
+
+    passes, shares           numbers of the passes, and the shares of their losses in what the job differentiates
+    clipping                 the latest clipping that counts
+    unapplied_norm           the limit of a clipping that found no gradient
+    norm_without_parameters  that of one that was given no parameter, as a generator that something else has used up
+    clippings                behind which pass each clipping came, -1 if it was not of all gradients; its norm's order,
+                             and its limit
+    stepped                  what has stepped, and on which parameters
+    sampled_names            names of the parameters whose gradients are in the parts of the step so far
+    signed_names             the same of the signatures
+    signs                    whether the gradients of this step are to be signed at all; None: not decided yet
+    """
+
+    passes: list[int] = field(default_factory=list)
+    shares: dict[int, Tensor] = field(default_factory=dict)
+    watched_passes: set[int] = field(default_factory=set)
+    has_recorded_pass: bool = False
+    clipping: _Clipping | None = None
+    unapplied_norm: float | None = None
+    norm_without_parameters: float | None = None
+    was_clipped_before_last_pass: bool = False
+    clips_otherwise: bool = False
+    clippings: list[tuple[int, float | None, Any]] = field(default_factory=list)
+    has_late_clipping: bool = False
+    has_stepped: bool = False
+    stepped: dict[weakref.ref[Optimizer], tuple[Any, ...]] = field(default_factory=dict)
+    sampled_names: set[str] = field(default_factory=set)
+    signed_names: set[str] = field(default_factory=set)
+    signs: bool | None = None
+
+
 class StepWindow:
     """Follows the passes and steps of one model, in the job's thread. Its methods may raise.
 
@@ -137,42 +171,24 @@ class StepWindow:
         # The steps that the schedule of an optimizer has counted.
         self._schedule_counts: weakref.WeakKeyDictionary[Any, int | None] = weakref.WeakKeyDictionary()
         self._num_skipped = 0
-        self._begin_window()
+        self._window = _WindowState()
+        # A device may stand idle while a pass begins. So the window that it may begin is made by the step before, which
+        # also lets go of the tensors of the last one.
+        self._next_window: _WindowState | None = None
+        self._last_window: _WindowState | None = None
 
     def _begin_window(self) -> None:
-        self._passes: list[int] = []
-        self._shares: dict[int, Tensor] = {}
-        self._watched_passes: set[int] = set()
-        self._has_recorded_pass = False
-        self._clipping: _Clipping | None = None
-        # The limit of a clipping that found no gradient.
-        self._unapplied_norm: float | None = None
-        # The limit of one that was given no parameter, as a generator that something else has used up.
-        self._norm_without_parameters: float | None = None
-        self._was_clipped_before_last_pass = False
-        self._clips_otherwise = False
-        # Behind which pass each clipping came, -1 if it was not of all gradients; its norm's order, and its limit.
-        self._clippings: list[tuple[int, float | None, Any]] = []
-        self._has_late_clipping = False
-        self._has_stepped = False
-        # What has stepped, and on which parameters.
-        self._stepped: dict[weakref.ref[Optimizer], tuple[Any, ...]] = {}
-        # Names of the parameters whose gradients are in the parts of the step so far.
-        self._sampled_names: set[str] = set()
-        # Names of the parameters whose signatures are in these parts, and whether the gradients of this step are to be
-        # signed at all; None: not decided yet.
-        self._signed_names: set[str] = set()
-        self._signs: bool | None = None
+        self._last_window, self._window, self._next_window = self._window, self._next_window or _WindowState(), None
 
     def begin_pass(self, number: int) -> None:
         """Note that a forward with autograd on begins."""
-        if self._has_stepped or self._has_lost_gradients():
+        if self._window.has_stepped or self._has_lost_gradients():
             self._begin_window()
-        self._passes.append(number)
+        self._window.passes.append(number)
 
     def keep_pass(self) -> bool:
         """Note that the pass that has begun is recorded. Returns whether it is the first one since the last step."""
-        is_first, self._has_recorded_pass = not self._has_recorded_pass, True
+        is_first, self._window.has_recorded_pass = not self._window.has_recorded_pass, True
         return is_first
 
     def watch_loss(self, number: int, loss: Tensor) -> None:
@@ -181,24 +197,26 @@ class StepWindow:
         That is the derivative of what the job differentiates with respect to the pass's loss. The first loss that a
         pass is watched for counts: the model's own, otherwise the one that the loop noted.
         """
-        if number in self._watched_passes or not loss.requires_grad or is_capturing_graph({"loss": loss}):
+        if number in self._window.watched_passes or not loss.requires_grad or is_capturing_graph({"loss": loss}):
             return
-        self._watched_passes.add(number)
+        self._window.watched_passes.add(number)
 
         def add_share(gradient: Tensor | None) -> None:
             # DDP sends all outputs through one autograd function, also a loss that nobody differentiates.
             if gradient is None:
                 return
             self.on_backward(number)
-            share, earlier_share = gradient.detach().reshape(1), self._shares.get(number)
-            self._shares[number] = share.clone() if earlier_share is None else earlier_share + share
+            share, earlier_share = gradient.detach().reshape(1), self._window.shares.get(number)
+            self._window.shares[number] = share.clone() if earlier_share is None else earlier_share + share
 
         loss.register_hook(add_share)
 
     @property
     def may_sign(self) -> bool:
         """Tell whether the gradients of this step may be signed, for which their norms are of use."""
-        return self._has_recorded_pass and (self._signer.is_due if self._signs is None else self._signs)
+        return self._window.has_recorded_pass and (
+            self._signer.is_due if self._window.signs is None else self._window.signs
+        )
 
     def begin_clipping(
         self,
@@ -212,35 +230,35 @@ class StepWindow:
         A job may clip several times before a step. What counts are the gradients before the first clipping with a limit
         since the latest pass, and that clipping's limit.
         """
-        earlier = self._clipping
-        if not self._has_recorded_pass:
+        earlier = self._window.clipping
+        if not self._window.has_recorded_pass:
             return
         ids = set(map(id, parameters))
         limit = float(max_norm) if isinstance(max_norm, int | float) else None
-        if not ids and limit != math.inf and not self._has_stepped:
-            self._norm_without_parameters = limit
+        if not ids and limit != math.inf and not self._window.has_stepped:
+            self._window.norm_without_parameters = limit
         if not self._sampler.has_any_of(ids):
             return
-        if self._has_stepped:
+        if self._window.has_stepped:
             self._note_late_clipping(ids, limit)
             return
-        self._clips_otherwise |= limit is None
+        self._window.clips_otherwise |= limit is None
         is_whole = len(ids) >= self._sampler.num_trained
-        self._clippings.append((self._passes[-1] if is_whole else -1, *(other_rule or (2.0, limit))))
+        self._window.clippings.append((self._window.passes[-1] if is_whole else -1, *(other_rule or (2.0, limit))))
         if earlier and earlier.has_limit and self._is_clipping_up_to_date:
             return
         if all(parameter.grad is None for parameter in parameters):
-            self._unapplied_norm = None if limit == math.inf else limit
+            self._window.unapplied_norm = None if limit == math.inf else limit
             return
         num_clipped = None if is_whole else len(ids)
         if earlier is not None and self._is_clipping_up_to_date:
-            self._clipping = replace(earlier, max_norm=limit, num_clipped=num_clipped)
+            self._window.clipping = replace(earlier, max_norm=limit, num_clipped=num_clipped)
             return
-        self._was_clipped_before_last_pass |= earlier is not None and earlier.has_limit
+        self._window.was_clipped_before_last_pass |= earlier is not None and earlier.has_limit
         gradients, without_gradient = self._sampler.sample_gradients()
         local_norm, is_part = copy_local_norm(norm)
-        self._clipping = _Clipping(
-            after_pass=self._passes[-1],
+        self._window.clipping = _Clipping(
+            after_pass=self._window.passes[-1],
             gradients=gradients,
             signatures=self._sign(known_norms=optimizer_hooks.find_gradient_norms(norm)),
             without_gradient=without_gradient,
@@ -255,11 +273,16 @@ class StepWindow:
 
         Of several optimizers, the gradients of one may be clipped behind the step of another, and before its own.
         """
-        if limit == math.inf or self._clipping is not None or self._clips_otherwise or self._has_late_clipping:
+        if (
+            limit == math.inf
+            or self._window.clipping is not None
+            or self._window.clips_otherwise
+            or self._window.has_late_clipping
+        ):
             return
-        optimizers = [optimizer for reference in self._stepped if (optimizer := reference()) is not None]
+        optimizers = [optimizer for reference in self._window.stepped if (optimizer := reference()) is not None]
         if any(ids & _collect_parameter_ids(optimizer) for optimizer in optimizers):
-            self._has_late_clipping = True
+            self._window.has_late_clipping = True
             self.num_late_clippings += 1
 
     def add_schedule_step(self, optimizer: Any, count: int | None, *, is_of_job: bool) -> None:
@@ -270,13 +293,13 @@ class StepWindow:
 
     def add_clipped_norm(self, norm: Any) -> None:
         """Add the norm of the latest clipping, if it was not known before the clipping."""
-        if self._clipping is not None and self._clipping.norm is None:
+        if self._window.clipping is not None and self._window.clipping.norm is None:
             local_norm, is_part = copy_local_norm(norm)
-            self._clipping = replace(self._clipping, norm=local_norm, is_part_of_norm=is_part)
+            self._window.clipping = replace(self._window.clipping, norm=local_norm, is_part_of_norm=is_part)
 
     def end_scaled_step(self, optimizer: Optimizer) -> None:
         """Forget the passes whose gradients a GradScaler was to step on, if it has left the step out."""
-        if not self._has_stepped and self._find_relation(optimizer)[0]:
+        if not self._window.has_stepped and self._find_relation(optimizer)[0]:
             self._begin_window()
 
     def begin_step(self, optimizer: Optimizer) -> StepPart | None:
@@ -289,15 +312,16 @@ class StepWindow:
             return None
         wrapper = None if engine is None else engine()
         # DeepSpeed calls one optimizer for its partitions one after the other.
-        if self._passes and wrapper is None and self._steps_again(optimizer):
+        if self._window.passes and wrapper is None and self._steps_again(optimizer):
             if any(value.grad is not None for group in optimizer.param_groups for value in group["params"]):
                 self.num_unseen_steps += 1
-                self.unseen_after = self._passes[-1] if self.unseen_after is None else self.unseen_after
+                self.unseen_after = self._window.passes[-1] if self.unseen_after is None else self.unseen_after
             return None
-        if not self._has_stepped:
-            self._has_stepped = True
+        if not self._window.has_stepped:
+            self._window.has_stepped = True
+            self._last_window, self._next_window = None, _WindowState()
             self.number += 1
-        if not self._has_recorded_pass:
+        if not self._window.has_recorded_pass:
             return None
         return self._make_part(optimizer) if wrapper is None else self._make_engine_part(optimizer, wrapper)
 
@@ -305,20 +329,20 @@ class StepWindow:
         """Tell whether an optimizer has stepped on the same parameters since the latest pass."""
         key = tuple((len(group["params"]), id(group["params"][0])) for group in _list_groups(optimizer))
         reference = weakref.ref(optimizer)
-        is_known, self._stepped[reference] = self._stepped.get(reference) == key, key
+        is_known, self._window.stepped[reference] = self._window.stepped.get(reference) == key, key
         return is_known
 
     @torch.no_grad()
     def _make_engine_part(self, optimizer: Optimizer, wrapper: Any) -> StepPart:
         """Describe the partitions that DeepSpeed steps on now."""
         engine_gradients = EngineGradients.from_optimizer(wrapper, optimizer)
-        gradients = self._sampler.sample_gradients_with(engine_gradients.find, excluded=self._sampled_names)
+        gradients = self._sampler.sample_gradients_with(engine_gradients.find, excluded=self._window.sampled_names)
         if gradients is not None:
-            self._sampled_names |= {name for name, _ in gradients.locations}
+            self._window.sampled_names |= {name for name, _ in gradients.locations}
             gradients = replace(gradients, values=engine_gradients.undo_clipping(gradients.values))
         signatures = self._sign(engine=engine_gradients)
         if signatures is not None:
-            self._signed_names |= signatures.names
+            self._window.signed_names |= signatures.names
             signatures = replace(signatures, values=engine_gradients.undo_clipping(signatures.values))
         settings, tensors = read_optimizer_settings(optimizer)
         members = engine_gradients.list_parameters()
@@ -328,13 +352,13 @@ class StepWindow:
             group["num_parameters"] = len(parameters)
         if are_known and len(optimizer.param_groups) > 1:
             self._add_members(optimizer, settings, members)
-        tensors |= {f"{_SHARE}{number}": share for number, share in self._shares.items()}
+        tensors |= {f"{_SHARE}{number}": share for number, share in self._window.shares.items()}
         if (norm := engine_gradients.grad_norm) is not None:
             tensors[_NORM] = torch.tensor([norm], device="cpu") if isinstance(norm, float) else norm.reshape(1)
         step = OptimizerStep(
             number=self.number - 1,
-            passes=tuple(self._passes),
-            shares=(None,) * len(self._passes),
+            passes=tuple(self._window.passes),
+            shares=(None,) * len(self._window.passes),
             max_norm=engine_gradients.max_norm,
             unapplied_norm=self._find_unapplied_norm(),
             is_unclipped=engine_gradients.can_undo_clipping,
@@ -351,10 +375,10 @@ class StepWindow:
     @torch.no_grad()
     def _make_part(self, optimizer: Optimizer) -> StepPart:
         """Describe what the optimizer steps on, with the gradients as they were before a clipping."""
-        clipping = self._clipping if self._is_clipping_up_to_date else None
+        clipping = self._window.clipping if self._is_clipping_up_to_date else None
         if clipping is None:
             ids = _collect_parameter_ids(optimizer)
-            gradients, without_gradient = self._sampler.sample_gradients(ids, excluded=self._sampled_names)
+            gradients, without_gradient = self._sampler.sample_gradients(ids, excluded=self._window.sampled_names)
             signatures = self._sign(ids)
             if isinstance(scale := vars(optimizer).get("grad_scale"), Tensor):
                 # A fused optimizer divides by GradScaler's scale itself.
@@ -362,16 +386,16 @@ class StepWindow:
                 signatures = (
                     None if signatures is None else replace(signatures, values=_divide(signatures.values, scale))
                 )
-        elif self._sampled_names:
+        elif self._window.sampled_names:
             # An earlier part of this step has the samples that were taken before the clipping.
             gradients, without_gradient, signatures = None, [], None
         else:
             gradients, without_gradient = clipping.gradients, list(clipping.without_gradient)
             signatures = clipping.signatures
         # A part without samples is marked by an empty name.
-        self._sampled_names |= {name for name, _ in gradients.locations} if gradients is not None else {""}
+        self._window.sampled_names |= {name for name, _ in gradients.locations} if gradients is not None else {""}
         if signatures is not None:
-            self._signed_names |= signatures.names
+            self._window.signed_names |= signatures.names
             without_gradient = list(dict.fromkeys([*without_gradient, *signatures.without]))
         settings, tensors = read_optimizer_settings(optimizer)
         if self._sampler.has_flat_parameters:
@@ -383,17 +407,17 @@ class StepWindow:
         is_part = len(members) == 1 and len(members[0]) < self._sampler.num_trained
         if len(members) == len(settings) and (len(members) > 1 or is_part):
             self._add_members(optimizer, settings, members)
-        tensors |= {f"{_SHARE}{number}": share for number, share in self._shares.items()}
+        tensors |= {f"{_SHARE}{number}": share for number, share in self._window.shares.items()}
         if clipping is not None and clipping.norm is not None:
             tensors[_NORM] = clipping.norm
         if isinstance(found_inf := vars(optimizer).get("found_inf"), Tensor):
             # A fused optimizer leaves the step out on its device, if GradScaler found an overflow.
             tensors[_FOUND_INF] = found_inf.detach().reshape(1)
-        clips_early = self._was_clipped_before_last_pass or self._was_clipped_in_parts
+        clips_early = self._window.was_clipped_before_last_pass or self._was_clipped_in_parts
         step = OptimizerStep(
             number=self.number - 1,
-            passes=tuple(self._passes),
-            shares=(None,) * len(self._passes),
+            passes=tuple(self._window.passes),
+            shares=(None,) * len(self._window.passes),
             without_gradient=tuple(without_gradient),
             is_part_of_norm=clipping is not None and clipping.is_part_of_norm,
             max_norm=None if clipping is None else clipping.max_norm,
@@ -401,7 +425,7 @@ class StepWindow:
             num_clipped=None if clipping is None else clipping.num_clipped,
             is_unclipped=(optimizer_hooks.SEES_ALL_CLIPPING or clipping is not None) and not clips_early,
             clips_early=clips_early,
-            clips_otherwise=self._clips_otherwise,
+            clips_otherwise=self._window.clips_otherwise,
             clippings=self._list_clippings(),
             optimizer=type(optimizer).__name__,
             library=name_library(optimizer),
@@ -424,14 +448,14 @@ class StepWindow:
         engine       has the gradients of DeepSpeed's partitions
         known_norms  what the job's clipping has computed
         """
-        if self._signs is None:
+        if self._window.signs is None:
             device_type = None if engine is None else engine.device_type
             has_norms = known_norms is not None and known_norms.are_in_fp32
-            self._signs = self._signer.begin_step(device_type, has_norms=has_norms)
-        if not self._signs:
+            self._window.signs = self._signer.begin_step(device_type, has_norms=has_norms)
+        if not self._window.signs:
             return None
         find_part = None if engine is None else engine.find_part
-        return self._signer.sign(ids, self._signed_names, find_part, known_norms)
+        return self._signer.sign(ids, self._window.signed_names, find_part, known_norms)
 
     def _add_members(
         self, optimizer: Optimizer, settings: Sequence[dict[str, Any]], groups: Sequence[Sequence[Any]]
@@ -448,38 +472,45 @@ class StepWindow:
     @property
     def has_stepped(self) -> bool:
         """Tell whether an optimizer of the model has begun to step since the latest pass with autograd on."""
-        return self._has_stepped
+        return self._window.has_stepped
 
     def _find_unapplied_norm(self) -> float | None:
         """Find the norm that a clipping changed nothing by. One of no parameter may be of another model's."""
-        return self._unapplied_norm if self._unapplied_norm or self._clippings else self._norm_without_parameters
+        return (
+            self._window.unapplied_norm
+            if self._window.unapplied_norm or self._window.clippings
+            else self._window.norm_without_parameters
+        )
 
     def _list_clippings(self) -> tuple[tuple[float | None, float], ...]:
         """List the clippings of a step one of which is by another rule; none where that does not tell all of them."""
         is_known = all(
-            forward == self._passes[-1] and isinstance(limit, int | float) for forward, _, limit in self._clippings
+            forward == self._window.passes[-1] and isinstance(limit, int | float)
+            for forward, _, limit in self._window.clippings
         )
-        if not self._clips_otherwise or not is_known:
+        if not self._window.clips_otherwise or not is_known:
             return ()
-        return tuple((order, float(limit)) for _, order, limit in self._clippings)
+        return tuple((order, float(limit)) for _, order, limit in self._window.clippings)
 
     @property
     def _was_clipped_in_parts(self) -> bool:
         """Tell whether the latest clipping came before the last pass, whose gradients were added to clipped ones."""
-        return self._clipping is not None and self._clipping.has_limit and not self._is_clipping_up_to_date
+        return (
+            self._window.clipping is not None and self._window.clipping.has_limit and not self._is_clipping_up_to_date
+        )
 
     @property
     def _is_clipping_up_to_date(self) -> bool:
         """Tell whether no pass has begun since the latest clipping."""
-        return self._clipping is not None and self._clipping.after_pass == self._passes[-1]
+        return self._window.clipping is not None and self._window.clipping.after_pass == self._window.passes[-1]
 
     def _has_lost_gradients(self) -> bool:
         """Tell whether a backward's gradients are gone without a step: fp16 leaves out steps that overflow."""
         num_skipped_before, self._num_skipped = self._num_skipped, count_skipped_steps(self._sampler.model)
         if self._num_skipped > num_skipped_before:
             return True
-        had_gradients = self._clipping is not None and self._clipping.gradients is not None
-        return (had_gradients or bool(self._shares)) and self._sampler.has_no_gradients(in_shards=had_gradients)
+        had_gradients = self._window.clipping is not None and self._window.clipping.gradients is not None
+        return (had_gradients or bool(self._window.shares)) and self._sampler.has_no_gradients(in_shards=had_gradients)
 
     def _find_relation(self, optimizer: Optimizer) -> tuple[bool, weakref.ref[Any] | None]:
         """Find out whether the optimizer trains the model, and DeepSpeed's optimizer around it, if there is one."""

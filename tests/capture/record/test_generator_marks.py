@@ -80,10 +80,10 @@ def test_the_device_of_a_pass_is_the_models_where_its_arguments_are_on_the_cpu()
     """As where DDP moves them."""
     model = nn.Sequential(nn.Linear(2, 2, device="meta"), nn.Linear(2, 2))
     on_cpu = {"input_ids": torch.ones(1, 2)}
-    assert ModelDevices(model).find(on_cpu) == torch.device("cpu")
+    assert ModelDevices(model).find(on_cpu).device == torch.device("cpu")
     devices = ModelDevices(model)
     devices._accelerators = [torch.device("cuda", 0)]
-    assert (devices.find(on_cpu), devices.are_several) == (torch.device("cuda", 0), False)
+    assert (devices.find(on_cpu).device, devices.are_several) == (torch.device("cuda", 0), False)
     devices._accelerators.append(torch.device("cuda", 1))
     assert devices.are_several
 
