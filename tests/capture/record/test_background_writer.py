@@ -142,6 +142,100 @@ def test_to_drain_waits_until_the_thread_is_idle() -> None:
     writer.close(max_seconds=SECONDS)
 
 
+def queue_item(writer: BackgroundWriter[str], kind: str) -> None:
+    """Queue an item of a kind, and make it ready."""
+    match kind:
+        case "a pass":
+            assert writer.queue_pass("item", 1)
+        case "a small item":
+            writer.queue_small_item("item")
+        case "the outputs of a forward that ended":
+            writer.wake("item")
+        case "an urgent item":
+            writer.queue_small_item("item", is_urgent=True)
+            return
+    writer.wake()
+
+
+KINDS = ["a pass", "a small item", "the outputs of a forward that ended", "an urgent item"]
+
+
+class Blocked:
+    """A writer's thread that begins each item and goes on with it only once it may."""
+
+    def __init__(self, max_queued: int = 8) -> None:
+        self.done: list[str] = []
+        self.has_begun, self.may_go_on, self.has_ended = threading.Event(), threading.Event(), threading.Event()
+        self.writer = BackgroundWriter[str](
+            self.handle, max_queued=max_queued, on_end=lambda failed: self.has_ended.set()
+        )
+
+    def handle(self, item: str) -> None:
+        self.has_begun.set()
+        assert self.may_go_on.wait(SECONDS)
+        self.done.append(item)
+
+    def finish(self) -> None:
+        self.may_go_on.set()
+        self.writer.close(max_seconds=SECONDS)
+
+
+@pytest.fixture
+def blocked() -> Iterator[Blocked]:
+    blocked = Blocked()
+    yield blocked
+    blocked.finish()
+
+
+@pytest.mark.usefixtures("no_timeout")
+@pytest.mark.parametrize("kind", KINDS)
+def test_to_drain_waits_for_the_item_that_the_thread_is_in_the_midst_of(kind: str, blocked: Blocked) -> None:
+    queue_item(blocked.writer, kind)
+    assert blocked.has_begun.wait(SECONDS)
+    assert not blocked.writer.drain(max_seconds=0)
+    # What copies from a device are waited for only briefly, in this item too.
+    assert blocked.writer.flush_requested.is_set()
+    blocked.may_go_on.set()
+    assert blocked.writer.drain(max_seconds=SECONDS)
+    assert blocked.done == ["item"]
+    assert not blocked.writer.flush_requested.is_set()
+
+
+@pytest.mark.usefixtures("no_timeout")
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_the_thread_is_in_the_midst_of_when_writing_stops_is_lost_if_it_is_a_pass(
+    kind: str, blocked: Blocked, warned: list[str]
+) -> None:
+    queue_item(blocked.writer, kind)
+    assert blocked.has_begun.wait(SECONDS)
+    blocked.writer.close(max_seconds=0)
+    assert blocked.writer.num_dropped == (kind == "a pass")
+    assert blocked.writer.drain(max_seconds=0)
+    blocked.may_go_on.set()
+    assert blocked.has_ended.wait(SECONDS)
+    # It was written after all.
+    assert (blocked.writer.num_dropped, blocked.done) == (0, ["item"])
+    assert len(warned) == 1
+
+
+@pytest.mark.usefixtures("no_timeout")
+def test_passes_and_small_items_take_no_room_from_each_other(warned: list[str]) -> None:
+    """Two passes may wait, and eight small items; what the thread has taken waits no more, nor do its bytes."""
+    blocked = Blocked(max_queued=2)
+    assert blocked.writer.queue_pass("taken", background_writer.MAX_QUEUED_BYTES)
+    blocked.writer.wake()
+    assert blocked.has_begun.wait(SECONDS)
+    for number in range(9):
+        blocked.writer.queue_small_item(str(number))
+    assert [blocked.writer.queue_pass(name, 1) for name in ("first", "second", "third")] == [True, True, False]
+    blocked.writer.queue_small_item("left out")
+    blocked.writer.queue_small_item("urgent", is_urgent=True)
+    assert blocked.writer.num_dropped == 1
+    blocked.finish()
+    assert blocked.done == ["taken", *map(str, range(8)), "first", "second", "urgent"]
+    assert len(warned) == 1
+
+
 def test_a_deadline_that_cannot_be_read_stops_writing_with_a_warning(warned: list[str]) -> None:
     class Unreadable:
         def seconds_left(self) -> float | None:
