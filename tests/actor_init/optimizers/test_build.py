@@ -2,6 +2,7 @@
 
 import json
 import sys
+from collections.abc import Callable
 from copy import deepcopy
 from pathlib import Path
 from types import ModuleType
@@ -28,7 +29,7 @@ def make_spec(word: str, **settings: Any) -> ActorSpec:
     return ActorSpec(backend="ddp", optimizer=word, learning_rate=RATE, **settings)
 
 
-def step_directly(word: str) -> dict[str, torch.Tensor]:
+def step_directly(word: str, own: dict[str, Any], of_companion: dict[str, Any]) -> dict[str, torch.Tensor]:
     """Step with the class itself, as a job would set it up."""
     torch.manual_seed(0)
     model = SmallModel()
@@ -36,25 +37,96 @@ def step_directly(word: str) -> dict[str, torch.Tensor]:
     matrices = [parameters[name] for name in ("wide.weight", "narrow.weight")]
     others = [parameter for parameter in parameters.values() if not any(parameter is matrix for matrix in matrices)]
     everything = list(parameters.values())
-    optimizers: dict[str, list[Optimizer]] = {
-        "adamw": [torch.optim.AdamW(everything, lr=RATE)],
-        "adam": [torch.optim.Adam(everything, lr=RATE)],
-        "sgd": [torch.optim.SGD(everything, lr=RATE)],
-        "adafactor": [torch.optim.Adafactor(everything, lr=RATE)],
-        "transformers-adafactor": [
-            TransformersAdafactor(everything, lr=RATE, scale_parameter=False, relative_step=False)
+    make_optimizers: dict[str, Callable[[], list[Optimizer]]] = {
+        "adamw": lambda: [torch.optim.AdamW(everything, **own)],
+        "adam": lambda: [torch.optim.Adam(everything, **own)],
+        "sgd": lambda: [torch.optim.SGD(everything, **own)],
+        "adafactor": lambda: [torch.optim.Adafactor(everything, **own)],
+        "transformers-adafactor": lambda: [
+            TransformersAdafactor(everything, scale_parameter=False, relative_step=False, **own)
         ],
-        "muon": [torch.optim.Muon(matrices, lr=RATE), torch.optim.AdamW(others, lr=RATE)],
+        "muon": lambda: [torch.optim.Muon(matrices, **own), torch.optim.AdamW(others, **of_companion)],
     }
-    return take_steps(model, optimizers[word])
+    return take_steps(model, make_optimizers[word]())
 
 
-@pytest.mark.parametrize("word", ["adamw", "adam", "sgd", "adafactor", "transformers-adafactor", "muon"])
-def test_three_steps_are_those_of_the_class_itself(word: str) -> None:
-    expected, found = step_directly(word), step_with(make_spec(word))
+WORDS = ["adamw", "adam", "sgd", "adafactor", "transformers-adafactor", "muon"]
+ADAM_TYPED = {"beta1": 0.7, "beta2": 0.8, "eps": 1e-3, "weight_decay": 0.3}
+ADAM_OWN = {"betas": (0.7, 0.8), "eps": 1e-3, "weight_decay": 0.3}
+# What is typed of each family, and how a job would write the same.
+TYPED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "adamw": (ADAM_TYPED, ADAM_OWN),
+    "adam": (ADAM_TYPED, ADAM_OWN),
+    "sgd": ({"momentum": 0.6, "weight_decay": 0.3}, {"momentum": 0.6, "weight_decay": 0.3}),
+    "adafactor": ({"weight_decay": 0.3}, {"weight_decay": 0.3}),
+    "transformers-adafactor": ({"beta1": 0.7, "weight_decay": 0.3}, {"beta1": 0.7, "weight_decay": 0.3}),
+    "muon": ({"momentum": 0.6, "weight_decay": 0.3}, {"momentum": 0.6, "weight_decay": 0.3}),
+}
+
+
+@pytest.mark.parametrize("is_typed", [False, True], ids=["defaults", "typed"])
+@pytest.mark.parametrize("word", WORDS)
+def test_three_steps_are_those_of_the_class_itself(word: str, is_typed: bool) -> None:
+    typed, own = TYPED[word] if is_typed else ({}, {})
+    # Weight decay alone is typed for the companion too.
+    of_companion = {name: value for name, value in own.items() if name == "weight_decay"}
+    expected = step_directly(word, {"lr": RATE, **own}, {"lr": RATE, **of_companion})
+    found = step_with(make_spec(word, **typed))
     for name, weight in expected.items():
         # The same operations on the same numbers: not one bit may differ. On CUDA torch's fused kernel is taken.
         assert torch.equal(found[name], weight) or torch.cuda.is_available(), name
+
+
+class AnyFamily(Optimizer):
+    """Stands for the class of a family whose package may not be installed: it keeps the settings that it is given."""
+
+    def __init__(self, params: Any, lr: float = 0.0, betas: Any = None, eps: Any = None, weight_decay: Any = None):
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+
+
+# What is typed, the setting of a group that it is, and the families and companions that have it, by hand.
+ADAM_LIKE = ["adamw", "adam", "adamw-8bit", "adam-8bit"]
+LION_LIKE = ["lion", "lion-8bit"]
+HAVE_BETAS = [*ADAM_LIKE, *LION_LIKE]
+OPTION_CASES = [
+    *(("learning_rate", word, [{"lr"}] * (2 if word == "muon" else 1)) for word in OPTIMIZERS),
+    *(("weight_decay", word, [{"weight_decay"}] * (2 if word == "muon" else 1)) for word in OPTIMIZERS),
+    *((beta, word, [{"betas"}]) for beta in ("beta1", "beta2") for word in HAVE_BETAS),
+    ("beta1", "transformers-adafactor", [{"beta1"}]),
+    *(("eps", word, [{"eps"}]) for word in ADAM_LIKE),
+    ("momentum", "sgd", [{"momentum"}]),
+    ("momentum", "muon", [{"momentum"}, set()]),
+]
+
+
+@pytest.mark.parametrize(("option", "word", "changes"), OPTION_CASES, ids=lambda value: value if value else None)
+def test_what_is_typed_is_set_in_each_group_that_has_it_and_changes_nothing_else(
+    option: str, word: str, changes: list[set[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also zero, which is a value like another."""
+    if word in ("lion", "lion-8bit", "adamw-8bit", "adam-8bit"):
+        monkeypatch.setattr("actor_init.optimizers.build.find_engine_class", lambda declaration: AnyFamily)
+    named = list_named_parameters(SmallModel())
+
+    def list_groups(**typed: Any) -> list[dict[str, Any]]:
+        optimizer = make_optimizer(ActorSpec(**{"backend": "ddp", "optimizer": word, **typed}), named, outer=OUTER)
+        assert optimizer is not None
+        return [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
+
+    plain = list_groups()
+    for value in (0.0, 3e-7):
+        place = {"beta1": 0, "beta2": 1}.get(option)
+        for group, plain_group, names in zip(list_groups(**{option: value}), plain, changes, strict=True):
+            assert {name for name in group if group[name] != plain_group[name]} | names == names
+            found = [group[name][place] if name == "betas" and place is not None else group[name] for name in names]
+            assert found == [value] * len(names)
+            if "betas" in names and place is not None:
+                assert group["betas"][1 - place] == plain_group["betas"][1 - place]
+
+
+def test_every_option_of_every_family_is_among_these_cases() -> None:
+    cases = {(word, option) for option, word, _ in OPTION_CASES if option != "learning_rate"}
+    assert cases == {(word, option) for word, family in OPTIMIZERS.items() for option in family.options}
 
 
 @pytest.mark.parametrize("is_fused", [True, False])
@@ -74,11 +146,10 @@ def test_a_job_that_stepped_with_the_fused_kernel_is_followed_with_it(is_fused: 
 
 @pytest.mark.slow
 def test_in_shards_of_two_ranks_each_family_steps_as_on_whole_parameters() -> None:
-    words = ["adamw", "adam", "sgd", "adafactor", "transformers-adafactor", "muon"]
-    said = run_ranks(["-m", "tests.actor_init.optimizers.step_worker", *words], 2)
+    said = run_ranks(["-m", "tests.actor_init.optimizers.step_worker", *WORDS], 2)
     distances = json.loads(next(line for line in said.splitlines() if line.startswith("{")))
     # Shards add gradients up in another order at most: one ulp of a weight near 1, times three steps.
-    assert set(distances) == set(words)
+    assert set(distances) == set(WORDS)
     assert max(distances.values()) < 1e-6
 
 
