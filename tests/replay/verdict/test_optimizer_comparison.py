@@ -6,9 +6,14 @@ from typing import Any
 
 import pytest
 
+from actor_init.declarations.optimizers import OPTIMIZERS
 from actor_init.spec import ActorSpec
 from capture.file_format.optimizer_step import OptimizerStep
-from replay.verdict.optimizer_comparison import find_step_dtype, list_setting_differences
+from replay.verdict.optimizer_comparison import (
+    describe_difference_of_ranks,
+    find_step_dtype,
+    list_setting_differences,
+)
 
 
 def make_step(class_name: str, *groups: dict[str, Any], has_state: bool = False) -> OptimizerStep:
@@ -163,6 +168,92 @@ def test_the_state_that_the_first_step_began_with_is_compared(
     assert first == ([] if difference is None else [difference])
     # The state before a later step follows from the steps between.
     assert list_setting_differences(step, spec, 1, loaded_counts=loaded_counts) == []
+
+
+# The class of each family as a job names it, its package, and by option the setting that it is.
+ADAM_OPTIONS = {"weight_decay": "weight_decay", "eps": "eps", "beta1": "betas", "beta2": "betas"}
+LION_OPTIONS = {"weight_decay": "weight_decay", "beta1": "betas", "beta2": "betas"}
+FAMILIES: dict[str, tuple[str, str, dict[str, str]]] = {
+    "adamw": ("AdamW", "torch", ADAM_OPTIONS),
+    "adam": ("Adam", "torch", ADAM_OPTIONS),
+    "sgd": ("SGD", "torch", {"momentum": "momentum", "weight_decay": "weight_decay"}),
+    "adafactor": ("Adafactor", "torch", {"weight_decay": "weight_decay"}),
+    "transformers-adafactor": ("Adafactor", "transformers", {"weight_decay": "weight_decay", "beta1": "beta1"}),
+    "muon": ("Muon", "torch", {"momentum": "momentum", "weight_decay": "weight_decay"}),
+    "lion": ("Lion", "lion_pytorch", LION_OPTIONS),
+    "adamw-8bit": ("AdamW8bit", "bitsandbytes", ADAM_OPTIONS),
+    "adam-8bit": ("Adam8bit", "bitsandbytes", ADAM_OPTIONS),
+    "lion-8bit": ("Lion8bit", "bitsandbytes", LION_OPTIONS),
+}
+# As small as the rates of RL, and smaller.
+SMALL_PAIRS = [(5e-7, 1e-6), (1e-6, 1.001e-6), (0.0, 1e-6), (1e-6, 0.0), (2e-9, 1e-9), (1e-15, 1e-8), (1e-8, 1e-7)]
+
+
+def compare_values(word: str, option: str, in_job: float, here: float) -> list[str]:
+    """Compare a job's group of a family with a replay's that has one setting of another value."""
+    class_name, library, settings = FAMILIES[word]
+    group: dict[str, Any] = {"lr": 1e-6, "library": library}
+    if option == "learning_rate":
+        group["lr"] = in_job
+    elif settings[option] == "betas":
+        group["betas"] = [in_job, 0.5] if option == "beta1" else [0.5, in_job]
+    else:
+        group[settings[option]] = in_job
+    typed: dict[str, Any] = {"learning_rate": 1e-6, option: here}
+    if settings.get(option) == "betas":
+        typed["beta2" if option == "beta1" else "beta1"] = 0.5
+    spec = ActorSpec(optimizer=word, **typed).with_step_defaults()
+    return list_setting_differences(make_step(class_name, group), spec, 0)
+
+
+@pytest.mark.parametrize(
+    ("word", "option"),
+    [(word, option) for word, (_, _, options) in FAMILIES.items() for option in ("learning_rate", *options)],
+)
+def test_a_setting_that_is_another_one_is_told_however_small_it_is(word: str, option: str) -> None:
+    for in_job, here in SMALL_PAIRS:
+        values = [f"{in_job:g}", f"{here:g}"]
+        if FAMILIES[word][2].get(option) == "betas":
+            values = [f"({value}, 0.5)" if option == "beta1" else f"(0.5, {value})" for value in values]
+        name = {"learning_rate": "learning rate", "weight_decay": "weight decay", "beta2": "betas"}.get(option, option)
+        name = "betas" if option == "beta1" and word != "transformers-adafactor" else name
+        assert compare_values(word, option, in_job, here) == [f"{name} {values[0]} in the job, {values[1]} here"]
+    # What was computed in other roundings, or in fp32, is the same.
+    for in_job, here in [(1e-6 * (1 + 1e-9), 1e-6), (0.1 + 0.2, 0.3), (9.999999974752427e-07, 1e-6), (0, 0.0)]:
+        assert compare_values(word, option, in_job, here) == []
+
+
+def test_every_option_of_every_family_is_compared() -> None:
+    options = {word: sorted(options) for word, (_, _, options) in FAMILIES.items()}
+    assert options == {word: sorted(family.options) for word, family in OPTIMIZERS.items()}
+
+
+def test_the_rate_of_the_adamw_beside_muon_is_told_however_small_it_is() -> None:
+    muon = {"optimizer": "Muon", "library": "torch", "lr": 1e-6}
+    adamw = {"optimizer": "AdamW", "library": "torch", "lr": 5e-7}
+    spec = ActorSpec(optimizer="muon", learning_rate=1e-6).with_step_defaults()
+    found = list_setting_differences(make_step("Muon, AdamW", muon, adamw), spec, 0)
+    assert found == ["learning rate 5e-07 in the job, 1e-06 here"]
+
+
+@pytest.mark.parametrize("rate", [1.0, 1e-6, 1e-9])
+def test_the_rate_of_a_step_of_the_warm_up_is_that_of_the_schedule(rate: float) -> None:
+    """The first of four steps of warm-up has a rate of 0, the second a quarter, and so on."""
+    spec = ActorSpec(learning_rate=rate, lr_warmup_steps=4).with_step_defaults()
+    quarters = [0, 1, 2, 3, 4, 4]
+    for number, place in enumerate(quarters):
+        for in_job in range(5):
+            step = make_step("AdamW", {"lr": rate * in_job / 4, "weight_decay": 0.01})
+            found = list_setting_differences(step, spec, number)
+            assert [text.startswith("learning rate") for text in found] == [True] * (in_job != place)
+
+
+@pytest.mark.parametrize("rates", [(1e-6, 5e-7), (0.0, 1e-9)])
+def test_ranks_with_other_settings_are_told_however_small_they_are(rates: tuple[float, float]) -> None:
+    steps = [(rank, make_step("AdamW", {"lr": rate})) for rank, rate in enumerate(rates)]
+    expected = f"learning rate {rates[0]:g} on rank 0, {rates[1]:g} on rank 1"
+    assert describe_difference_of_ranks(steps) == expected
+    assert describe_difference_of_ranks([steps[0], (1, steps[0][1])]) is None
 
 
 def test_what_was_typed_for_a_function_of_the_users_own_may_be_other_than_the_jobs() -> None:
