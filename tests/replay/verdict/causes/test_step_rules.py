@@ -39,11 +39,18 @@ SOUND = draw_gradients()
 
 
 def make_steps(
-    counts: Sequence[tuple[int, ...]], left_out: Sequence[int] = (), *, begins_with_state: bool = True
+    counts: Sequence[tuple[int, ...]],
+    left_out: Sequence[int] = (),
+    *,
+    begins_with_state: bool = True,
+    numbers: Sequence[int] | None = None,
 ) -> CauseEvidence:
-    """Passes of which each ends a step before which the optimizer had counted so many; some are in no step."""
+    """Passes of which each ends a step before which the optimizer had counted so many; some are in no step.
+
+    numbers  of the steps that are recorded; None: all are
+    """
     passes = []
-    for index, state_steps in enumerate(counts):
+    for index, state_steps in zip(numbers or range(len(counts)), counts, strict=True):
         [compared] = make_window([SOUND], SOUND, index=index)
         step = compared.recorded.step_after
         assert step is not None
@@ -61,6 +68,60 @@ def test_an_optimizer_that_counts_two_for_each_step_takes_two() -> None:
     assert cause is not None
     assert (cause.name, cause.sureness) == (CauseName.STEPS_SKIPPED, Sureness.IS)
     assert "takes 2 steps for each" in cause.sentence
+
+
+@pytest.mark.parametrize(
+    ("numbers", "counts", "num_each"),
+    [
+        # Every second or third step is recorded, or some are, of an optimizer that counts as the loop does.
+        ([0, 2, 4], [0, 2, 4], None),
+        ([0, 3, 6, 9], [0, 3, 6, 9], None),
+        ([0, 1, 4], [0, 1, 4], None),
+        ([5, 7, 9], [105, 107, 109], None),
+        # It takes two or three for each.
+        ([0, 2, 4], [0, 4, 8], 2),
+        ([0, 1, 3], [0, 2, 6], 2),
+        ([1, 3, 7], [3, 9, 21], 3),
+        # What it takes is not the same for each, or no whole number of at least two.
+        ([0, 2, 4], [0, 4, 6], None),
+        ([0, 2, 4], [0, 3, 6], None),
+        ([0, 2, 4], [0, 1, 2], None),
+    ],
+)
+def test_of_steps_that_are_recorded_with_gaps_those_between_are_counted(
+    numbers: list[int], counts: list[int], num_each: int | None
+) -> None:
+    cause = find_repeated_steps(make_steps([(count,) for count in counts], numbers=numbers))
+    assert (cause is None) is (num_each is None)
+    if cause is not None:
+        assert f"takes {num_each} steps for each" in cause.sentence
+        said = f"counted {counts[0]} before step {numbers[0] + 1} and {counts[-1]} before step {numbers[-1] + 1}"
+        assert said in cause.sentence
+
+
+@pytest.mark.parametrize(
+    ("counts", "name", "words"),
+    [
+        ([0, 2, 4], None, ""),
+        ([0, 2, 0], CauseName.OPTIMIZER_STATE, "had counted 0 steps before step 5, after 4 in the recording"),
+        ([0, 2, 3], CauseName.STEPS_SKIPPED, "had counted 3 steps before step 5, and was seen to take 4"),
+        ([0, 3, 5], CauseName.STEPS_SKIPPED, "had counted 3 steps before step 3, and was seen to take 2"),
+        ([0, 2, 6], CauseName.STEPS_SKIPPED, "had counted 6 steps before step 5, and was seen to take 4"),
+    ],
+)
+def test_the_counts_of_steps_that_are_recorded_with_gaps_tell_what_those_of_all_tell(
+    counts: list[int], name: CauseName | None, words: str
+) -> None:
+    evidence = make_steps([(count,) for count in counts], numbers=[0, 2, 4])
+    wrong = judge_number(OPTIMIZER_STATE, 2.0, 1.0, difference=1.0, bound=0.1)
+    evidence = replace(evidence, verdicts=[make_verdict(4, [wrong], optimizer_step=4)])
+    cause = find_other_state(evidence)
+    assert (None if cause is None else cause.name) == name
+    assert words in ("" if cause is None else cause.sentence)
+    # Which step the further ones came behind is not known, and those that are not recorded are no further ones.
+    assert not any(find_miscounted_steps([compared], evidence.passes, SETTINGS) for compared in evidence.passes)
+    # Nor is a pass of a step that is not recorded one that no step took.
+    assert find_untaken_passes(evidence) is None
 
 
 @pytest.mark.parametrize(
