@@ -7,8 +7,12 @@ import pytest
 
 from capture.file_format.gradient_signature import GradientSignature
 from capture.file_format.optimizer_step import OptimizerStep
+from replay.tolerances.job_bounds import GRAD_NORM, GRADIENT_NORMS, LOSS
 from replay.verdict.gradient_findings import collect_gradient_evidence
 from replay.verdict.job_clipping import clip_as_the_job, infer_own_clipping_limit
+from replay.verdict.judge import PassEvidence, judge
+from replay.verdict.outcomes import Verdict
+from replay.verdict.recorded_pass import Claim
 from tests.replay.verdict.causes.made_evidence import (
     SETTINGS,
     draw_gradients,
@@ -61,3 +65,50 @@ def test_the_replays_gradient_is_clipped_as_the_jobs_was() -> None:
     assert [member.record.result.grad_norm for member in clipped] == [0.5]
     # A shorter gradient stays as it is.
     assert clip_as_the_job(window, replace(SETTINGS, job_code_clip_norm=1e9)) == window
+
+
+def judge_clipping_job(limit: float | None, factors: Sequence[float] = (1.0, 1.0, 1.0)) -> Verdict:
+    """Judge three steps of a job that clipped to a norm of 2 by code of its own, beside a replay that does not.
+
+    Of the gradients, which a replay has as they are, the last is shorter than that.
+
+    limit    what the replay's are clipped to before they are compared; None: they are not
+    factors  what else the job did to the gradient of a parameter in each step
+    """
+    passes: list[PassEvidence] = []
+    for index, (norm, factor) in enumerate(zip((6.0, 8.0, 1.5), factors, strict=True)):
+        drawn = draw_gradients(index)
+        gradients = scale_gradients(drawn, norm / measure_norm(drawn))
+        of_job = scale_gradients(gradients, min(1.0, 2.0 / norm))
+        [member] = make_window([scale_gradients(of_job, factor, only="layers.1.mlp")], gradients, index=index)
+        step = member.recorded.step_after
+        assert step is not None
+        # The loss agrees, so that the replay computes the job's objective.
+        loss = Claim(name=LOSS, values=[1.5], num_tokens=[80])
+        of_step = replace(step, grad_norm=min(norm, 2.0))
+        recorded = replace(member.recorded, claims=(loss,), step_after=of_step)
+        result = replace(member.record.result, loss=1.5, row_action_tokens=[30, 50])
+        record = replace(member.record, result=result)
+        passes.append(PassEvidence(record=record, recorded=recorded, replayed=member.replayed))
+    return judge(passes, replace(SETTINGS, job_code_clip_norm=limit))
+
+
+@pytest.mark.parametrize(
+    ("limit", "factors", "outcomes"),
+    [
+        (2.0, (1.0, 1.0, 1.0), ["REPRODUCED", "REPRODUCED", "REPRODUCED"]),
+        # That it is clipped hides no other fault.
+        (2.0, (1.0, 1.1, 1.0), ["REPRODUCED", "DIFFERS", "REPRODUCED"]),
+        (2.0, (1.0, 1.0, 1.1), ["REPRODUCED", "REPRODUCED", "DIFFERS"]),
+        (1.0, (1.0, 1.0, 1.0), ["DIFFERS", "DIFFERS", "DIFFERS"]),
+        (None, (1.0, 1.0, 1.0), ["DIFFERS", "DIFFERS", "REPRODUCED"]),
+    ],
+)
+def test_the_gradients_of_a_job_that_clips_by_its_own_code_are_compared_behind_the_clipping(
+    limit: float | None, factors: Sequence[float], outcomes: list[str]
+) -> None:
+    verdict = judge_clipping_job(limit, factors)
+    assert [window.outcome for window in verdict.windows] == outcomes
+    assert verdict.outcome == ("DIFFERS" if "DIFFERS" in outcomes else "REPRODUCED")
+    names = {finding.name for window in verdict.windows for finding in window.findings}
+    assert {GRAD_NORM, GRADIENT_NORMS} <= names
