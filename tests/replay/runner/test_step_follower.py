@@ -14,6 +14,7 @@ from capture.file_format.optimizer_step import Sample
 from replay.runlog.records import CostSection, PhaseCost
 from replay.runner.run_pass import PassInputs, StepTiming, WindowEnd
 from replay.runner.step_follower import StepFollower
+from tests.helpers.thread_ranks import CPU, call_on_ranks
 
 SETTINGS = StepSettings(groups=[{"lr": 0.5}])
 COST = CostSection(
@@ -41,9 +42,8 @@ def follow(*, unasked: bool = True, needed: int = 1, free: int | None = 100) -> 
     return StepFollower(spec=cast(Any, spec), world=cast(Any, world), read_memory=lambda *_: (needed, free))
 
 
-def run(follower: StepFollower, backend: CountingBackend, index: int, *, steps: bool = True) -> tuple[Any, CostSection]:
-
-    made = PassInputs(
+def make_inputs() -> PassInputs:
+    return PassInputs(
         actor_inputs=cast(Any, None),
         compute_loss=cast(Any, None),
         train_mode=True,
@@ -52,7 +52,10 @@ def run(follower: StepFollower, backend: CountingBackend, index: int, *, steps: 
         window_end=WindowEnd.COMPLETE,
         captured_row_length=1,
     )
-    inputs = follower.plan_step(made, index, cast(Any, backend))
+
+
+def run(follower: StepFollower, backend: CountingBackend, index: int, *, steps: bool = True) -> tuple[Any, CostSection]:
+    inputs = follower.plan_step(make_inputs(), index, cast(Any, backend))
     backend.num_steps += steps and (inputs.step_timing is not StepTiming.NONE)
     cost = follower.subtract_optimizer_state_bytes(COST)
     follower.count_step(inputs, cast(Any, backend))
@@ -105,6 +108,63 @@ def test_a_state_that_leaves_too_little_memory_is_not_made(needed: int, free: in
     step_timing = run(follower, CountingBackend(), 0)[0].step_timing
     assert step_timing is (StepTiming.UNMEASURED if is_made else StepTiming.NONE)
     assert ("Try: --step" in follower.why_stopped) is not is_made
+
+
+@pytest.mark.parametrize(
+    ("memory", "is_made"),
+    [
+        ([(50, 100), (50, 100)], True),
+        ([(60, 100), (50, 100)], False),
+        ([(50, 100), (60, 100)], False),
+        ([(50, 100), (50, 90), (50, 100)], False),
+        ([(60, 100), (60, 100)], False),
+        # Of one rank it is not known.
+        ([(60, None), (50, 100)], True),
+        ([(60, None), (60, 100)], False),
+        ([(60, 100), (60, None)], False),
+    ],
+)
+def test_ranks_step_together_or_not_at_all(memory: list[tuple[int, int | None]], is_made: bool) -> None:
+    """One that stepped alone would wait for the others, or train apart."""
+    spec: Any = SimpleNamespace(
+        measure=SimpleNamespace(steps=True), steps_unasked=True, step_settings={0: SETTINGS, 1: SETTINGS}
+    )
+
+    def step_on_rank(world: Any) -> tuple[list[StepTiming], bool]:
+        follower = StepFollower(spec=spec, world=world, read_memory=lambda *_: memory[world.rank])
+        backend = CountingBackend()
+        timings = [run(follower, backend, index)[0].step_timing for index in range(2)]
+        return timings, bool(follower.why_stopped)
+
+    found = call_on_ranks(step_on_rank, [CPU] * len(memory))
+    timing = StepTiming.UNMEASURED if is_made else StepTiming.NONE
+    assert found == [([timing] * 2, not is_made)] * len(memory)
+
+
+def test_ranks_sample_each_weight_that_the_job_sampled_on_any_of_them() -> None:
+    """A backend gathers a weight with all ranks, so each asks for the names of all."""
+    names_asked: list[set[str]] = []
+
+    def sample_on_rank(world: Any) -> list[str]:
+        follower = follow()
+        follower.world, follower.num_steps = world, 1
+        cast(Any, follower.spec).actor = SimpleNamespace(backend="fsdp2", dtype=Dtype.FP32)
+        own = {f"w{world.rank}": Sample(name="", dtype="float32", shape=(1,), start=0, values=(0.5,))}
+        checker: Any = SimpleNamespace(
+            match_to_parameters=lambda _: own, read_initial_values=lambda samples: {name: [0.25] for name in samples}
+        )
+
+        def give_masters(names: set[str]) -> list[tuple[str, torch.Tensor]]:
+            names_asked.append(set(names))
+            return [(name, torch.tensor([0.75])) for name in sorted(names)]
+
+        found = follower.sample_weights(
+            cast(Any, SimpleNamespace(masters=give_masters)), cast(Any, SimpleNamespace(samples=())), checker
+        )
+        return [sample.name for sample in found]
+
+    assert call_on_ranks(sample_on_rank, [CPU] * 2) == [["w0"], ["w1"]]
+    assert names_asked == [{"w0", "w1"}] * 2
 
 
 @pytest.mark.parametrize(
