@@ -37,6 +37,7 @@ class Made:
         num_processes: int = 1,
         records: list[PassRecord] | None = None,
         spec: ReplaySpec | None = None,
+        group: str = "",
         **changes: Any,
     ) -> None:
         """A run whose losses are `factor` of the reference's."""
@@ -44,7 +45,15 @@ class Made:
         own = [passed(index, letter, factor * 2.0) for index, letter in enumerate(NAMES)]
         folder = write_log(self.home / name, records or own, spec=spec, **{"work": CONFIG, **changes})
         role = Role.REFERENCE if name == reference else Role.EQUIVALENT if varies else role
-        cell = Cell(name=name, role=role, spec=spec, num_processes=num_processes, reference=reference, varies=varies)
+        cell = Cell(
+            name=name,
+            role=role,
+            spec=spec,
+            num_processes=num_processes,
+            reference=reference,
+            varies=varies,
+            group=group,
+        )
         self.rows.append(ParityRow(cell=cell, state=RowState.DONE, log=folder))
 
     def judged(self) -> MatrixResult:

@@ -110,6 +110,71 @@ def test_each_dtype_has_its_own_bound_and_is_held_against_fp32(made: Made) -> No
     assert made.judged().remarks == []
 
 
+def add_group(made: Made, group: str, dtype: str, noise: float, distance: float, *, start: float = 1.0) -> str:
+    """Add a reference, an equivalent `noise` and a cell `distance` away from it; return the cell's name."""
+    prefix = f"{group} {dtype}"
+    shared: dict[str, Any] = {"reference": f"{prefix} ref", "dtype": dtype, "group": group}
+    made.add(f"{prefix} ref", start, **shared)
+    made.add(f"{prefix} eager", start * (1 + noise), varies="kernel", **shared)
+    made.add(f"{prefix} cell", start * (1 + distance), **shared)
+    return f"{prefix} cell"
+
+
+@pytest.mark.parametrize("order", [1, -1], ids=["", "reversed"])
+@pytest.mark.parametrize("loud", [("", "bf16"), ("edge rows", "bf16")])
+def test_a_cell_is_held_against_the_noise_of_its_own_group_and_dtype(
+    loud: tuple[str, str], order: int, tmp_path: Path
+) -> None:
+    """The loud one's equivalent is 1e-3 from its reference, the others' 2e-7; each cell is 2e-4 from its own."""
+    made = Made(tmp_path, [])
+    baselines = [(group, dtype) for group in ("", "edge rows") for dtype in ("bf16", "fp32")][::order]
+    names = {
+        (group, dtype): add_group(made, group, dtype, 1e-3 if (group, dtype) == loud else 2e-7, 2e-4)
+        for group, dtype in baselines
+    }
+    result = made.judged()
+    assert {baseline: result.cells[name].result for baseline, name in names.items()} == {
+        baseline: CellResult.WITHIN_NOISE if baseline == loud else CellResult.DIFFERS for baseline in baselines
+    }
+    measured = {noise.baseline: noise.floor for noise in result.noises if noise.quantity == "loss"}
+    assert {baseline: floor > 1e-4 for baseline, floor in measured.items() if floor} == {
+        baseline: baseline == loud for baseline in baselines
+    }
+
+
+def test_a_group_whose_noise_was_not_measured_borrows_none(tmp_path: Path) -> None:
+    made = Made(tmp_path, [])
+    add_group(made, "", "fp32", 2e-7, 3e-7)
+    made.add("edge ref", group="edge rows", reference="edge ref")
+    made.add("edge cell", 1 + 3e-7, group="edge rows", reference="edge ref")
+    judged = made.judged().cells["edge cell"]
+    assert (judged.result, judged.notes) == (CellResult.NOT_JUDGED, ["no equivalent run measured its noise"])
+
+
+def test_an_equivalent_that_cannot_be_rounding_is_named_with_its_group(tmp_path: Path) -> None:
+    made = Made(tmp_path, [])
+    add_group(made, "", "fp32", 2e-7, 0.0)
+    add_group(made, "edge rows", "fp32", 0.01, 0.0)
+    [remark] = made.judged().remarks
+    assert remark.startswith("edge rows, fp32 loss: not in the floor")
+    assert "edge rows fp32 eager (0.01)" in remark
+
+
+@pytest.mark.parametrize(("start", "num_remarks"), [(1.001, 0), (1.05, 1)])
+def test_dtypes_are_held_against_each_other_on_the_requested_inputs_alone(
+    start: float, num_remarks: int, tmp_path: Path
+) -> None:
+    """References of a group come first here, and are far from those of the other dtype."""
+    made = Made(tmp_path, [])
+    add_group(made, "edge rows", "bf16", 1e-3, 0.0, start=1.5)
+    add_group(made, "edge rows", "fp32", 2e-7, 0.0, start=3.0)
+    add_group(made, "", "fp32", 2e-7, 0.0)
+    add_group(made, "", "bf16", 1e-3, 0.0, start=start)
+    remarks = made.judged().remarks
+    assert len(remarks) == num_remarks
+    assert all(text.startswith("the reference in bf16 is 0.05 from that in fp32 in its loss") for text in remarks)
+
+
 def test_a_narrow_reference_that_is_further_from_fp32_than_rounding_explains_is_named(made: Made) -> None:
     made.add("ref bf16", 1.05, reference="ref bf16", dtype="bf16")
     [remark] = made.judged().remarks
