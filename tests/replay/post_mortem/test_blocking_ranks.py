@@ -37,8 +37,6 @@ from tests.helpers.made_captures import damage, write_pass
 from tests.helpers.small_jobs import TinyModel
 from tests.warm import warm_bin
 
-pytestmark = pytest.mark.slow
-
 ROOT = Path(__file__).resolve().parents[3]
 
 LEFT: dict[str, tuple[str, str, str]] = {  # of the jobs: what is said of rank 1, where it was, the line it stood at
@@ -94,6 +92,7 @@ def line_of(function: str) -> int:
     return lines.index(f"def {function}() -> None:") + 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LEFT)
 def test_the_right_rank_is_named_with_its_place_and_line(
     name: str, ended: Path, capsys: pytest.CaptureFixture[str]
@@ -108,6 +107,7 @@ def test_the_right_rank_is_named_with_its_place_and_line(
     assert line in said
 
 
+@pytest.mark.slow
 def test_inspect_names_the_rank_as_well(ended: Path) -> None:
     hang = dict(inspect_folder(ended / "asleep-in-its-loss").hang)
     assert hang["hang"].startswith("rank 1 was behind: after the forward of pass 3, at hanging_jobs.py:")
@@ -115,6 +115,7 @@ def test_inspect_names_the_rank_as_well(ended: Path) -> None:
     assert "SIGTERM" in hang["rank 0"]
 
 
+@pytest.mark.slow
 def test_an_incident_keeps_every_threads_stack(ended: Path) -> None:
     [record] = [
         incident_record for incident_record in read_incidents(ended / "asleep-in-its-loss") if incident_record.rank == 1
@@ -323,6 +324,48 @@ def test_only_the_last_job_of_a_folder_counts(tmp_path: Path) -> None:
         tmp_path, [*later, replace(TABLE["one collective less"][0][1], opened="2026-03-02T08:59:00.5+00:00")], "later"
     )
     assert [sighting.end for sighting in read_last_sightings(tmp_path)] == [End.SIGNALLED, End.SIGNALLED]
+
+
+FAILED = left("exception", 1, "in forward", message="ValueError: a")
+MORE, FEWER = TABLE["one collective less"][0]
+CLOSED = TABLE["a loop that is over"][0][1]
+
+
+@pytest.mark.parametrize(
+    ("jobs", "ranks", "blamed"),
+    [
+        # The last job has fewer ranks than the one before, or more.
+        ([{0: MORE, 1: MORE, 2: MORE, 3: FAILED}, {0: MORE, 1: FEWER}], (0, 1), (1,)),
+        ([{0: FAILED}, {0: FEWER, 1: MORE}], (0, 1), (0,)),
+        # Some of its ranks left nothing, though they did in the job before.
+        ([{0: MORE, 1: FAILED, 2: MORE}, {0: MORE, 2: FEWER}], (0, 2), (2,)),
+        ([{0: FAILED, 1: MORE}, {1: MORE}], (1,), None),
+        # Of three jobs it is the last one too.
+        ([{0: FAILED, 1: MORE}, {0: MORE, 1: FAILED, 2: FAILED}, {0: MORE, 1: FEWER}], (0, 1), (1,)),
+        # A job that ended well comes last, or first.
+        ([{0: MORE, 1: FAILED}, {0: CLOSED, 1: CLOSED}], (), None),
+        ([{0: MORE, 1: MORE, 2: FAILED}, {0: CLOSED, 1: CLOSED}], (), None),
+        ([{0: CLOSED, 1: CLOSED, 2: CLOSED}, {0: MORE, 1: FAILED}], (0, 1), (1,)),
+    ],
+)
+def test_the_ranks_are_those_of_the_last_job_alone(
+    jobs: list[dict[int, Incident | EndRecord]], ranks: tuple[int, ...], blamed: tuple[int, ...] | None, tmp_path: Path
+) -> None:
+    """Ranks of a job begin within a second; jobs come a day apart, and each has as many ranks as left something."""
+    for day, job in enumerate(jobs, start=1):
+        for rank, end in job.items():
+            opened = f"2026-03-{day:02d}T08:59:00.{rank:06d}+00:00"
+            stamp = f"2026_03_{day:02d}_08_59_00_{rank:06d}"
+            end = replace(end, opened=opened, world_size=len(job))
+            if isinstance(end, EndRecord):
+                write_end_record(tmp_path, replace(end, rank=rank), stamp=stamp)
+            else:
+                write_incidents(tmp_path, [end], num_others=0, rank=rank, stamp=stamp)
+    seen = read_last_sightings(tmp_path)
+    assert tuple(sighting.rank for sighting in seen) == ranks
+    assert find_world_size(seen) == (len(jobs[-1]) if ranks else 0)
+    if blamed is not None:
+        assert find_blocking_ranks(seen, find_world_size(seen)).ranks == blamed
 
 
 def test_ranks_that_all_ended_well_are_no_hang(tmp_path: Path) -> None:
