@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 import transformers
 
-from actor_init.attention.kernel_choice import choose_form_name
+from actor_init.attention.kernel_choice import choose_kernel_name
 from actor_init.model_form import Layout
 from actor_init.probe.layout_choice import choose_layout
 from actor_init.spec import ActorSpec, Dtype, ParallelSpec, UsageError
@@ -92,7 +92,7 @@ def _line(family: str, spec: ActorSpec, world: World) -> Line:
     ring = world.ring_group if spec.parallel.ring > 1 else None
     asked = spec.with_defaults()
     try:
-        off = alone.off(choose_form_name(asked, world.device, config), PACKED, ring)
+        off = alone.off(choose_kernel_name(asked, world.device, config), PACKED, ring)
         without, was_right = f"{off:.0e} {'right' if off <= BOUND else 'WRONG'}", off <= BOUND
     except Exception as error:  # whatever a class raises on packed rows
         without, was_right = type(error).__name__, False
@@ -104,5 +104,5 @@ def _line(family: str, spec: ActorSpec, world: World) -> Line:
             family, without, was_right, format_error_with_flags(error), None, False, time.perf_counter() - begin
         )
     seconds = time.perf_counter() - begin
-    then = alone.off(choose_form_name(chosen, world.device, config), layout, ring)
+    then = alone.off(choose_kernel_name(chosen, world.device, config), layout, ring)
     return Line(family, without, was_right, layout.describe(), then, layout.packs, seconds)

@@ -161,11 +161,12 @@ def _choose_plain(config: PretrainedConfig | None) -> AttentionKernel:
     return next(kernel for kernel in PLAIN if config is None or not kernel.find_obstacle(config))
 
 
-def choose_form_name(spec: ActorSpec, where: device, config: PretrainedConfig | None = None) -> str:
-    """Choose the form of a kernel that computes the rows of `spec` on device `where`, and return its name.
+def choose_kernel_name(spec: ActorSpec, where: device, config: PretrainedConfig | None = None) -> str:
+    """Choose the kernel that computes the rows of `spec` on device `where`, and return transformers' name of it.
 
-    Transformers knows the form by this name then. `config` is the model's, if there is one. Raises UsageError if the
-    kernel of `spec.attention` cannot run there, or not with that model.
+    A kernel has a form, with a name of its own, for packed rows, one for padded rows, and one for slices of rows.
+    `config` is the model's, if there is one. Raises UsageError if the kernel of `spec.attention` cannot run there, or
+    not with that model.
     """
     if spec.has_user_model:
         return OWN.name
@@ -186,19 +187,19 @@ def choose_form_name(spec: ActorSpec, where: device, config: PretrainedConfig | 
     return form.name
 
 
-def choose_form_name_on_all_ranks(spec: ActorSpec, world: World, config: PretrainedConfig) -> str:
-    """Choose the form as `choose_form_name` does, on each rank for its own device. It has to be the same on all ranks.
+def choose_kernel_name_on_all_ranks(spec: ActorSpec, world: World, config: PretrainedConfig) -> str:
+    """Choose as `choose_kernel_name` does, on each rank for its own device. It has to be the same on all ranks.
 
     All ranks must call this. Raises UsageError on all of them if one lacks the kernel, or `auto` is another one there.
     """
-    form_name = try_on_all_ranks(world, lambda: choose_form_name(spec, world.device, config))
-    form_names = world.gather(form_name)
-    for rank, other in enumerate(form_names):
-        if other != form_names[0]:
+    name = try_on_all_ranks(world, lambda: choose_kernel_name(spec, world.device, config))
+    names = world.gather(name)
+    for rank, other in enumerate(names):
+        if other != names[0]:
             attention, plain = Setting("attention", spec.attention), Setting("attention", choose_plain_kernel(config))
-            why = f"is {form_names[0]} on rank 0 and {other} on rank {rank}"
+            why = f"is {names[0]} on rank 0 and {other} on rank {rank}"
             raise UsageError(attention, why, f"Try: {plain}, which every device has")
-    return form_name
+    return name
 
 
 def choose_default_kernel(where: device) -> str:

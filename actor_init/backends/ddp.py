@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grads_with_norm_
 
 from actor_init.action_log_probs import action_log_probs
-from actor_init.attention.kernel_choice import choose_form_name
+from actor_init.attention.kernel_choice import choose_kernel_name
 from actor_init.backends.torch_backend import TorchBackend
 from actor_init.compiling import compile_blocks
 from actor_init.fused.rotary import fuse_if_requested
@@ -72,7 +72,7 @@ class DDPBackend(TorchBackend):
     def open(
         cls, spec: ActorSpec, source: ModelSource, world: World, on_progress: OnProgress = ignore_progress
     ) -> Self:
-        attention = choose_form_name(spec, world.device, source.config)
+        attention = choose_kernel_name(spec, world.device, source.config)
         compute_dtype = TORCH_DTYPES[spec.dtype]
         has_masters = spec.has_optimizer
         model = build_on_meta(source.config, attention=attention, dtype=torch.float32 if has_masters else compute_dtype)

@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 
 from actor_init.action_log_probs import action_log_probs
 from actor_init.adapters import list_trained_parameters
-from actor_init.attention.kernel_choice import choose_form_name
+from actor_init.attention.kernel_choice import choose_kernel_name
 from actor_init.attention.ring_attention import check_ring
 from actor_init.attention.ring_split import check_head_stride
 from actor_init.backends.deepspeed_autotp import (
@@ -124,7 +124,7 @@ class DeepSpeedBackend:
         os.environ.setdefault("DS_ACCELERATOR", world.device.type)
         import deepspeed
 
-        attention = choose_form_name(spec, world.device, source.config)
+        attention = choose_kernel_name(spec, world.device, source.config)
         config = build_config(spec)
         model = build_on_meta(source.config, attention=attention, dtype=TORCH_DTYPES[spec.dtype])
         kernels = fuse_if_requested(model, spec.kernels, world.device)

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
 from actor_init.action_log_probs import action_log_probs
-from actor_init.attention.kernel_choice import choose_form_name
+from actor_init.attention.kernel_choice import choose_kernel_name
 from actor_init.attention.ring_attention import check_ring
 from actor_init.attention.ring_split import check_head_stride
 from actor_init.backends.fsdp2_one_rank import spare_one_rank
@@ -70,7 +70,7 @@ class FSDP2Backend(TorchBackend):
         """
         check_streams(world.device)
         check_head_stride(source.config, spec.parallel)
-        attention = choose_form_name(spec, world.device, source.config)
+        attention = choose_kernel_name(spec, world.device, source.config)
         compute_dtype = TORCH_DTYPES[spec.dtype]
         has_masters = spec.has_optimizer
         model = build_on_meta(source.config, attention=attention, dtype=torch.float32 if has_masters else compute_dtype)

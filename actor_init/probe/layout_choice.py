@@ -8,7 +8,7 @@ import torch
 from torch import device
 from transformers import PretrainedConfig
 
-from actor_init.attention.kernel_choice import choose_form_name, choose_form_name_on_all_ranks, choose_plain_kernel
+from actor_init.attention.kernel_choice import choose_kernel_name, choose_kernel_name_on_all_ranks, choose_plain_kernel
 from actor_init.custom.config import CustomConfig
 from actor_init.declarations.attention import find_attention_form, find_kernel
 from actor_init.model_form import DocumentBorders, Layout
@@ -34,7 +34,7 @@ def choose_layout(
     Rows are packed if a small copy of the model keeps documents apart, and padded by themselves if it does not. All
     ranks must call this, and get the same. Raises UsageError, on all of them, if what was typed gives wrong numbers for
     this model, or if rank 0's device lacks the kernel; in a ring, if any rank's does. For the kernel that comes of it
-    call `choose_form_name_on_all_ranks`.
+    call `choose_kernel_name_on_all_ranks`.
     """
     if spec.has_user_model:
         return spec, Layout(packs=False, why_unusual=_CUSTOM)
@@ -105,7 +105,7 @@ class _LayoutSearch:
 
 def _choose(spec: ActorSpec, config: PretrainedConfig, where: device, is_typed: bool) -> tuple[str, Layout]:
     """Return the value of --attention, and the layout. Raises UsageError if what was typed is wrong."""
-    kernel = choose_form_name(spec, where, config)
+    kernel = choose_kernel_name(spec, where, config)
     search = _LayoutSearch(config=config, device=where)
     if not spec.packs:
         is_right = search.is_right(_choose_padded_kernel(kernel, config), PADDED)
@@ -146,7 +146,7 @@ def _prove_in_ring(spec: ActorSpec, config: PretrainedConfig, world: World, trai
 
     `check_ring` proves less, of the model itself once it is open: mixed sharding, or a caller without this probe.
     """
-    kernel = choose_form_name_on_all_ranks(spec, world, config)
+    kernel = choose_kernel_name_on_all_ranks(spec, world, config)
     setting, advice = Setting("ring", spec.parallel.ring), f"Try: no {Setting('ring')}"
     why = ""
     for seed in SEEDS:

@@ -151,8 +151,9 @@ class BackgroundWriter(Generic[ItemT]):
             self._has_warned_of_full_queue |= must_warn
         if must_warn:
             warn(
-                f"capture: the disk is slower than the job: at most {self._max_queued_passes} passes with "
-                f"{MAX_QUEUED_BYTES} bytes may wait. New passes are dropped and counted until there is room"
+                f"capture: the disk is slower than the job: at most {self._max_queued_passes} passes may "
+                f"wait, with at most {MAX_QUEUED_BYTES} bytes in all. New passes are dropped and counted until there "
+                "is room"
             )
         return False
 

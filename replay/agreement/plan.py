@@ -350,10 +350,10 @@ def _find_run_key(spec: ReplaySpec, num_processes: int, context: MatrixContext) 
     """Return a key that is equal for cells that are the same run. Raises UsageError if its kernels are not here."""
     import torch
 
-    from actor_init.attention.kernel_choice import choose_form_name
+    from actor_init.attention.kernel_choice import choose_kernel_name
     from actor_init.fused.liger import check_liger
 
     check_liger(spec.actor.kernels, torch.device(context.device))
     other_fields = replace(spec, actor=replace(spec.actor, attention=Attention.AUTO, zero_stage=None))
-    kernel = choose_form_name(spec.actor, torch.device(context.device), context.config)
+    kernel = choose_kernel_name(spec.actor, torch.device(context.device), context.config)
     return kernel, spec.actor.resolved_zero_stage, other_fields, num_processes

@@ -259,8 +259,9 @@ class Campaign(Generic[PlanT]):
         The time that `limits` gives the whole command begins now. After this time `run_all` starts no planned run,
         unless it is given another deadline; `run` starts its planned run at any time.
 
-        storage  folder or URI where Ray keeps the states from which planned runs resume; on this machine their specs
-                 name the folder. Unless it is None, they run one after another
+        storage  folder or URI where Ray keeps the states from which planned runs resume. If it is given, planned runs
+                 run one after another, on Ray and on this machine. On this machine nothing else depends on it: each
+                 spec names the folder of its states. None: so many run at once as `limits` says
         """
         self._run_limit_seconds, self._start_deadline = limits.run_limit_seconds, limits.compute_start_deadline()
         if storage is None:

@@ -295,7 +295,7 @@ def is_of_log_probs(call: CapturedCall, dtypes: Sequence[str]) -> bool:
     return misfit is not None and "float16" not in dtypes and float(misfit) <= _choose_misfit_bound(dtypes)
 
 
-def explain_untold_loss(call: CapturedCall, dtypes: Sequence[str]) -> str | None:
+def explain_unusable_logit_gradient(call: CapturedCall, dtypes: Sequence[str]) -> str | None:
     """Say why `is_of_log_probs` does not hold of a pass; None if it does, and if nothing usable was recorded."""
     misfit = float(call.notes.get(LOSS_MISFIT, math.nan))
     if not math.isfinite(misfit):

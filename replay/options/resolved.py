@@ -172,7 +172,7 @@ class ResolvedReplay(ReplayParts):
 
         All ranks must call this. Raises UsageError, on all of them, if that is not possible on one.
         """
-        from actor_init.attention.kernel_choice import choose_form_name_on_all_ranks
+        from actor_init.attention.kernel_choice import choose_kernel_name_on_all_ranks
 
         parts: dict[str, Any] = {"actor": actor or self.actor, "inputs": inputs or self.inputs}
         parts["measure"] = measure or self.measure
@@ -183,7 +183,7 @@ class ResolvedReplay(ReplayParts):
             if getattr(spec, declared.name) != getattr(getattr(self, part), declared.name)
         }
         is_open = parts["actor"].attention == Attention.AUTO
-        kernel = choose_form_name_on_all_ranks(parts["actor"], world, self.source.config)
+        kernel = choose_kernel_name_on_all_ranks(parts["actor"], world, self.source.config)
         parts["actor"] = replace_auto_attention(parts["actor"], kernel)
         # Another dtype may have another kernel, too.
         if kernel != self.kernel:

@@ -14,7 +14,7 @@ the choices for all ranks. Each rank checks its own files and the attention kern
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 
-from actor_init.attention.kernel_choice import choose_form_name_on_all_ranks
+from actor_init.attention.kernel_choice import choose_kernel_name_on_all_ranks
 from actor_init.declarations.backends import find_backend_declaration
 from actor_init.declarations.optimizers import OPTIMIZERS
 from actor_init.model import ModelSource
@@ -25,7 +25,7 @@ from actor_init.world import World, compute_on_rank0
 from capture.facts import Setting
 from capture.file_format.capture_file import CapturedCall
 from capture.file_format.micro_batch import CaptureError
-from replay.objective.objective import Objective, explain_untold_loss, name_loss
+from replay.objective.objective import Objective, explain_unusable_logit_gradient, name_loss
 from replay.options.declarations import list_objectives_with
 from replay.options.declarations.recorded import FROM_LOGIT_GRADIENT
 from replay.options.option_parsing import format_error_with_flags, list_options
@@ -141,7 +141,7 @@ def resolve(
     model_source = replace(model_source, head=head_form)
     actor_with_head = replace(probed.actor, head=head_choice.value)
 
-    kernel_name = choose_form_name_on_all_ranks(actor_with_head, world, model_source.config)
+    kernel_name = choose_kernel_name_on_all_ranks(actor_with_head, world, model_source.config)
     actor_with_kernel = replace_auto_attention(actor_with_head, kernel_name)
 
     remaining_choices = [
@@ -188,8 +188,8 @@ def _find_model(
     """Find the model, and which of its parameters the job froze, on all ranks together.
 
     Returns the model's source, a checker of its weights, and the first forward in which the job trained other
-    parameters than before. The third value is None if no such forward is known, or if this backend can change what it
-    trains.
+    parameters than before. The third value is None if no such forward is known, or if the replay follows the change
+    (`source.frozen_later`), since this backend can change what it trains.
     """
     source = find_model_source_on_all_ranks(spec, world)
     # A checker builds a model to list its parameters. To save this time, one checker serves here and for later choices.
@@ -225,8 +225,9 @@ def _choose_kernel_and_layout(
         is_typed=is_packing_typed,
         trains=spec.inputs.passes is not Passes.ROLLOUT,
     )
-    # If padding predicts a label, or stands between the tokens of a row, packed rows would lose it. For such captures
-    # `choose_from_job` has chosen padded rows. `why_unusual` tells the user the reason.
+    # Packing drops padding. So rows have to stay padded if a label is predicted from the logits of a padding token, or
+    # if padding stands between the tokens of a row. For such captures `choose_from_job` has chosen padded rows.
+    # `why_unusual` tells the user the reason.
     # A ring always packs its rows. There `prepare_inputs` (packing.py) refuses padding between tokens.
     keeps_padding = selection.must_keep_padding and not is_packing_typed and not layout.packs
     if keeps_padding and not layout.why_unusual:
@@ -252,9 +253,10 @@ def choose_loss(spec: ReplayParts, selection: Selection, first_call: CapturedCal
     if loss != LossName.AUTO:
         return ResolvedChoice(setting=LOSS, value=loss, by=ChosenBy.TYPED)
     shown_objective, obstacle = selection.shown_objective, _find_shown_loss_obstacle(spec)
-    # No option sets `details`. Parity and `replay compare` set it to compare runs with each other by a mean of
-    # log-probs. So the job's objective is not taken, and no reason is given, since no user chose this. `check-upgrade`
-    # sets it too, after it has chosen the loss by `set_loss_of_job`.
+    # `details` keeps each token's log-prob and sketches of gradients. No option sets it. Parity and `replay compare`
+    # do. They compare runs with each other and not with the job, and differentiate a mean of log-probs. So the job's
+    # objective is not taken. No reason is given, since no user chose this. `check-upgrade` sets `details` too, after
+    # it has chosen the loss by `set_loss_of_job`.
     may_take_shown_objective = shown_objective is not None and not spec.measure.details
     if may_take_shown_objective and obstacle is None:
         why = "it noted its loss, advantages and old log-probs"
@@ -278,7 +280,7 @@ def _explain_stand_in(selection: Selection, first_call: CapturedCall | None) -> 
     """Say why the job's loss is not known."""
     if first_call is None:
         return "the first input cannot be read"
-    if (why := explain_untold_loss(first_call, list_job_dtypes(first_call))) is not None:
+    if (why := explain_unusable_logit_gradient(first_call, list_job_dtypes(first_call))) is not None:
         return why
     if len(selection.shown_objectives) > 1:
         return "the passes do not all show the same loss"
@@ -289,8 +291,8 @@ def set_loss_of_job(spec: ReplaySpec, selection: Selection) -> ReplaySpec:
     """Return the spec with the objective that the job's captures show; the same spec if none is to be taken.
 
     For child replays that could not choose it themselves: `check-upgrade` sets `details`, with which `choose_loss` does
-    not take the job's objective, and the parts of captures that `minimise` makes have no noted loss. Whether captures
-    have labels the children see themselves.
+    not take the job's objective, and the parts of captures that `minimise` makes have no noted loss. The
+    children see for themselves whether captures have labels.
     """
     # Without a first call, labels do not count.
     loss = choose_loss(spec, selection, None)

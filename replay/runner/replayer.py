@@ -479,8 +479,8 @@ class Replayer:
     def _prepare_inputs(self, index: int, captured_call: CapturedCall, batch: MicroBatch) -> PassInputs:
         """Return what `run_pass` needs of a micro-batch, all but the step, which `StepFollower.plan_step` adds.
 
-        Raises CaptureError or UsageError if the model or its attention kernel cannot take the micro-batch, and
-        ObjectiveError if the capture lacks what the objective needs. All ranks must call this.
+        Raises CaptureError and UsageError as `prepare_actor_inputs` does, and ObjectiveError if the capture lacks what
+        the objective needs. All ranks must call this.
         """
         has_reversed_rows, measure = self.spec.inputs.reverse_rows, self.spec.measure
         runs_backward = batch.trains and measure.backward

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from actor_init.attention.cudnn import refuse_padding_between_tokens
-from actor_init.attention.kernel_choice import choose_form_name
+from actor_init.attention.kernel_choice import choose_kernel_name
 from actor_init.attention.ring_split import compute_ring_indices, may_zigzag
 from actor_init.backends.protocol import Backend
 from actor_init.declarations.attention import find_attention_form
@@ -135,11 +135,11 @@ class PassOutcome:
                   loss that the loop gave to `recorder.note` tells it.
                   0: the loop did not add the routers' loss
                   1: the loop added the routers' loss undivided
-                  another number: the loop added the routers' loss, and then divided the sum: by 4 if the factor is 1/4.
-                  The other part of the replay's loss comes from the job's recorded gradient of the logits, so it is
-                  divided already. Only the routers' part still has to be, by this factor
+                  another number: the loop added the routers' loss, and then divided the sum: by 4 if the factor is 1/4
                   nan: unknown, as when the loop gave no loss to `recorder.note`
                   None: the pass has no `router_loss_term`, or the job's model itself added the routers' loss
+                  So there is a factor with `--loss recorded` alone. Under it the log-probs are weighed by the job's
+                  gradient of its logits, which was divided. The routers' loss is computed anew, so it has to be divided
     """
 
     log_probs_BA: Tensor
@@ -200,7 +200,10 @@ class Clock(Protocol):
         """Measure the time inside the block as the phase `name`."""
 
     def wait_for_slowest_rank(self) -> None:
-        """Wait, in the device's stream, until every rank has ended its forward. The wait is part of no phase."""
+        """Wait, in the device's stream, until every rank has ended its forward.
+
+        `stop` returns the time of the wait apart from that of the forward and the backward.
+        """
 
     def pause(self) -> AbstractContextManager[None]:
         """Leave the time in the block out of the seconds of the whole pass. Call it between two phases."""
@@ -383,8 +386,8 @@ def run_pass(
             router_flips = collect_flips(router_states)
 
             notifier.before_phase(RankPhase.PASS_END)
-            # The end of a window without a step (norm, clearing) has no counterpart in the job, so its time is not
-            # worth measuring. The time of a step without --step is not measured either.
+            # A job ends each window with a step. So the time that an end without a step takes, to compute the norm and
+            # clear the gradient, tells nothing of the job. The time of a step without --step is not measured either.
             if inputs.window_end is WindowEnd.COMPLETE and inputs.step_timing is not StepTiming.MEASURED:
                 takes_step = inputs.step_timing is StepTiming.UNMEASURED
                 grad_norm = backend.end_window(step=takes_step, settings=inputs.step_settings)
@@ -462,8 +465,9 @@ def _compute_router_loss(
 def prepare_actor_inputs(batch: MicroBatch, spec: ActorSpec, model_source: ModelSource, world: World) -> ActorInputs:
     """Return `batch` on the device, laid out, padded and sliced as the model and the spec say.
 
-    Raises CaptureError if `batch` is not valid input for the model, and UsageError if the attention kernel cannot
-    compute rows with padding between their tokens. All ranks must call this.
+    Raises CaptureError if `batch` is not valid input for the model, or a row is longer than each length of
+    --pad-tokens, and UsageError if the attention kernel cannot compute rows with padding between their tokens. All
+    ranks must call this.
     """
     check_vocabulary(batch, model_source)
     layout = model_source.layout_under(spec)
@@ -472,7 +476,7 @@ def prepare_actor_inputs(batch: MicroBatch, spec: ActorSpec, model_source: Model
     inputs = apply_layout(prepare_inputs(batch, packing=layout.joins_rows), layout)
     # Only padded rows have an attention mask.
     if inputs.attention_mask_BS is not None:
-        form = find_attention_form(choose_form_name(spec, world.device, model_source.config))
+        form = find_attention_form(choose_kernel_name(spec, world.device, model_source.config))
         if not form.allows_padding_between_tokens:
             refuse_padding_between_tokens(inputs.attention_mask_BS, str(batch.origin.source))
     # LONGEST is the longest row that any rank has in this pass.

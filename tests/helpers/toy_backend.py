@@ -19,7 +19,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers import PreTrainedModel
 
 from actor_init.action_log_probs import action_log_probs
-from actor_init.attention.kernel_choice import choose_form_name
+from actor_init.attention.kernel_choice import choose_kernel_name
 from actor_init.compiling import compile_blocks
 from actor_init.declarations.backends import BACKENDS
 from actor_init.declarations.backends.declaration import ActorSettings, BackendDeclaration, SuiteTraining
@@ -59,7 +59,7 @@ class ToyBackend:
     def open(
         cls, spec: ActorSpec, source: ModelSource, world: World, on_progress: OnProgress = ignore_progress
     ) -> Self:
-        attention = choose_form_name(spec, world.device, source.config)
+        attention = choose_kernel_name(spec, world.device, source.config)
         model = build_on_meta(source.config, attention=attention, dtype=torch.float32)
         materialise(model, source.weights, world.device, on_progress=on_progress)
         if spec.gradient_checkpointing:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import IO, Any, Self
 
 from actor_init.as_json import json_bytes, parse_json, to_json
-from actor_init.attention.kernel_choice import choose_form_name_on_all_ranks
+from actor_init.attention.kernel_choice import choose_kernel_name_on_all_ranks
 from actor_init.inputs.packing import prepare_inputs
 from actor_init.model import ModelSource
 from actor_init.model_positions import add_model_positions
@@ -151,7 +151,7 @@ def diagnose_in_world(
     width = source.config.get_text_config().hidden_size
     actor, layout = choose_layout(run.actor, source.config, world, is_typed=is_packing_typed)
     # `choose_layout` has asked for the kernel on rank 0 alone.
-    choose_form_name_on_all_ranks(actor, world, source.config)
+    choose_kernel_name_on_all_ranks(actor, world, source.config)
     source = replace(source, layout=layout)
     rate = RATE_TIMES_WIDTH / width if learning_rate is None else learning_rate
     spec = replace(actor, learning_rate=rate)

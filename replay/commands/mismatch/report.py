@@ -19,7 +19,7 @@ from typing import IO, Any, Self
 import torch
 
 from actor_init.as_json import AnyFloat, json_bytes, parse_json
-from actor_init.attention.kernel_choice import choose_form_name_on_all_ranks
+from actor_init.attention.kernel_choice import choose_kernel_name_on_all_ranks
 from actor_init.backends.protocol import Backend, free_closed_backends, open_backend
 from actor_init.model import ModelSource
 from actor_init.model_positions import add_model_positions
@@ -185,7 +185,7 @@ def mismatch_in_world(
     ]
     # A rank that found out alone, as it opens its actor, would leave the others waiting for it.
     for spec in specs:
-        choose_form_name_on_all_ranks(spec.actor, world, source.config)
+        choose_kernel_name_on_all_ranks(spec.actor, world, source.config)
     batches = [_read_input(path, source) for path in selection.inputs]
     folder = world.broadcast_from_rank0(create_folder(run.measure.log_folder, "mismatch") if world.rank == 0 else None)
     cells: list[tuple[MismatchCell, list[ActionTokens]]] = []

@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, LlamaConf
 from actor_init.action_log_probs import number_documents
 from actor_init.attention.document_masks import mask_between_documents
 from actor_init.attention.flex import flex_attention
-from actor_init.attention.kernel_choice import BOUND, choose_form_name, measure_error
+from actor_init.attention.kernel_choice import BOUND, choose_kernel_name, measure_error
 from actor_init.attention.kernels import register
 from actor_init.compiling import compile_blocks
 from actor_init.spec import ActorSpec, Attention, ParallelSpec, UsageError
@@ -97,14 +97,14 @@ def test_documents_are_kept_apart_for_a_model_that_gives_its_masks_no_positions(
 
 def test_it_is_for_gpus_and_a_cpu_is_told_what_to_type() -> None:
     with pytest.raises(UsageError) as refusal:
-        choose_form_name(FLEX, CPU, LlamaConfig())
+        choose_kernel_name(FLEX, CPU, LlamaConfig())
     assert format_error_with_flags(refusal.value) == (
         "the backward of flex attention has no CPU kernel. Try: --attention sdpa, or --attention eager"
     )
     for packing in (True, False):
         spec = ActorSpec(attention=Attention.FLEX, packing=packing)
-        assert choose_form_name(spec, CUDA, make_config(*GPT_OSS)) == "flex_attention"
-    assert choose_form_name(ActorSpec(), CUDA, make_config(*GPT_OSS)) == "eager"
+        assert choose_kernel_name(spec, CUDA, make_config(*GPT_OSS)) == "flex_attention"
+    assert choose_kernel_name(ActorSpec(), CUDA, make_config(*GPT_OSS)) == "eager"
 
 
 @pytest.mark.parametrize(
@@ -116,7 +116,7 @@ def test_it_is_for_gpus_and_a_cpu_is_told_what_to_type() -> None:
 )
 def test_models_that_it_cannot_compute_are_refused(config: PretrainedConfig, says: str) -> None:
     with pytest.raises(UsageError) as refusal:
-        choose_form_name(FLEX, CUDA, config)
+        choose_kernel_name(FLEX, CUDA, config)
     assert str(refusal.value).startswith(says)
 
 

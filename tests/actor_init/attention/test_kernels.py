@@ -14,7 +14,11 @@ from transformers import AttentionInterface, GPT2Config, LlamaConfig, MistralCon
 
 from actor_init.attention import cudnn, kernel_choice, kernels
 from actor_init.attention.cudnn import cudnn_dense, cudnn_packed, cudnn_padded, refuse_padding_between_tokens
-from actor_init.attention.kernel_choice import choose_default_kernel, choose_form_name, choose_form_name_on_all_ranks
+from actor_init.attention.kernel_choice import (
+    choose_default_kernel,
+    choose_kernel_name,
+    choose_kernel_name_on_all_ranks,
+)
 from actor_init.attention.kernels import flash_attn_varlen
 from actor_init.attention.ring_attention import ring_flash_attn
 from actor_init.attention.ring_split import RingSlice
@@ -280,7 +284,7 @@ def test_cudnn_is_for_a_row_of_one_long_document(monkeypatch: pytest.MonkeyPatch
 )
 def test_a_kernel_of_gpus_is_refused_on_a_cpu(typed: Attention, says: str) -> None:
     with pytest.raises(UsageError, match=f"^{says}"):
-        choose_form_name(ActorSpec(attention=typed), CPU, LLAMA)
+        choose_kernel_name(ActorSpec(attention=typed), CPU, LLAMA)
 
 
 @pytest.fixture
@@ -294,23 +298,23 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> dict[str, set[Attention]]:
 
 
 def test_auto_takes_the_first_that_is_installed_and_right(hopper: dict[str, set[Attention]]) -> None:
-    assert (choose_default_kernel(CUDA), choose_form_name(ActorSpec(), CUDA)) == ("flash", "packed_fa2_or_cudnn")
+    assert (choose_default_kernel(CUDA), choose_kernel_name(ActorSpec(), CUDA)) == ("flash", "packed_fa2_or_cudnn")
     hopper["right"].discard(Attention.CUDNN)
-    assert choose_form_name(ActorSpec(), CUDA) == "packed_fa2"
+    assert choose_kernel_name(ActorSpec(), CUDA) == "packed_fa2"
     hopper["installed"].discard(Attention.FLASH)
-    assert (choose_default_kernel(CUDA), choose_form_name(ActorSpec(), CUDA)) == ("varlen", "torch_varlen_attn")
+    assert (choose_default_kernel(CUDA), choose_kernel_name(ActorSpec(), CUDA)) == ("varlen", "torch_varlen_attn")
     hopper["right"] = {Attention.CUDNN, Attention.VARLEN}
-    assert choose_form_name(ActorSpec(), CUDA) == "torch_varlen_attn_or_cudnn"
+    assert choose_kernel_name(ActorSpec(), CUDA) == "torch_varlen_attn_or_cudnn"
     hopper["right"] = {Attention.CUDNN}
-    assert (choose_default_kernel(CUDA), choose_form_name(ActorSpec(), CUDA)) == ("cudnn", "packed_cudnn")
+    assert (choose_default_kernel(CUDA), choose_kernel_name(ActorSpec(), CUDA)) == ("cudnn", "packed_cudnn")
     hopper["right"].clear()
     assert choose_default_kernel(CUDA) == "sdpa"
 
 
 @pytest.mark.usefixtures("hopper")
 def test_a_kernel_that_was_typed_is_that_one_alone() -> None:
-    assert choose_form_name(ActorSpec(attention=Attention.FLASH), CUDA, LLAMA) == "packed_fa2"
-    assert choose_form_name(ActorSpec(attention=Attention.CUDNN), CUDA, LLAMA) == "packed_cudnn"
+    assert choose_kernel_name(ActorSpec(attention=Attention.FLASH), CUDA, LLAMA) == "packed_fa2"
+    assert choose_kernel_name(ActorSpec(attention=Attention.CUDNN), CUDA, LLAMA) == "packed_cudnn"
 
 
 @pytest.mark.usefixtures("hopper")
@@ -321,7 +325,7 @@ def test_a_kernel_that_one_rank_lacks_is_refused_on_all(
     monkeypatch.setattr("actor_init.declarations.attention.flash.find_spec", lambda name: True)
     spec = ActorSpec(attention=Attention.FLASH, parallel=ParallelSpec(ring=ring))
     says = f"on rank 1: {kernel} has no CPU kernel. Try: attention='sdpa'"
-    results = call_on_ranks(lambda world: choose_form_name_on_all_ranks(spec, world, LLAMA), [CUDA, CPU])
+    results = call_on_ranks(lambda world: choose_kernel_name_on_all_ranks(spec, world, LLAMA), [CUDA, CPU])
     assert [type(result) for result in results] == [UsageError, UsageError]
     assert str(results[0]) == str(results[1])
     assert str(results[0]).startswith(says)
@@ -329,13 +333,13 @@ def test_a_kernel_that_one_rank_lacks_is_refused_on_all(
 
 @pytest.mark.usefixtures("hopper")
 def test_auto_that_is_another_kernel_on_another_rank_is_refused_on_all() -> None:
-    results = call_on_ranks(lambda world: choose_form_name_on_all_ranks(ActorSpec(), world, LLAMA), [CUDA, CPU])
+    results = call_on_ranks(lambda world: choose_kernel_name_on_all_ranks(ActorSpec(), world, LLAMA), [CUDA, CPU])
     says = (
         "attention='auto' is packed_fa2_or_cudnn on rank 0 and sdpa on rank 1. Try: attention='sdpa', which every "
         "device has"
     )
     assert [(type(result), str(result)) for result in results] == [(UsageError, says)] * 2
-    assert call_on_ranks(lambda world: choose_form_name_on_all_ranks(ActorSpec(), world, LLAMA), [CPU, CPU]) == [
+    assert call_on_ranks(lambda world: choose_kernel_name_on_all_ranks(ActorSpec(), world, LLAMA), [CPU, CPU]) == [
         "sdpa",
         "sdpa",
     ]
@@ -369,9 +373,9 @@ def test_a_ring_takes_cudnn_for_long_documents_where_it_may_choose(
 ) -> None:
     monkeypatch.setattr("actor_init.declarations.attention.flash.find_spec", lambda name: has_flash or None)
     spec = ActorSpec(attention=attention, parallel=ParallelSpec(ring=2))
-    assert choose_form_name(spec, CUDA, config) == kernel
+    assert choose_kernel_name(spec, CUDA, config) == kernel
     in_fp32 = ActorSpec(dtype=Dtype.FP32, parallel=ParallelSpec(ring=2))
-    assert choose_form_name(in_fp32, CUDA, config) == "ring_gathered"
+    assert choose_kernel_name(in_fp32, CUDA, config) == "ring_gathered"
 
 
 @pytest.mark.usefixtures("hopper")
@@ -386,18 +390,18 @@ def test_a_ring_takes_cudnn_for_long_documents_where_it_may_choose(
     ],
 )
 def test_auto_takes_what_knows_all_that_the_model_needs(config: PretrainedConfig, kernel: str) -> None:
-    assert choose_form_name(ActorSpec(), CUDA, config) == kernel
+    assert choose_kernel_name(ActorSpec(), CUDA, config) == kernel
 
 
 @pytest.mark.usefixtures("hopper")
 def test_auto_in_fp32_is_sdpa_and_padded_rows_have_a_kernel_of_their_own() -> None:
-    assert choose_form_name(ActorSpec(dtype=Dtype.FP32), CUDA, LLAMA) == "sdpa"
-    assert choose_form_name(ActorSpec(packing=False), CUDA, LLAMA) == "flash_attention_2"
-    assert choose_form_name(ActorSpec(attention=Attention.CUDNN, packing=False), CUDA, LLAMA) == "padded_cudnn"
+    assert choose_kernel_name(ActorSpec(dtype=Dtype.FP32), CUDA, LLAMA) == "sdpa"
+    assert choose_kernel_name(ActorSpec(packing=False), CUDA, LLAMA) == "flash_attention_2"
+    assert choose_kernel_name(ActorSpec(attention=Attention.CUDNN, packing=False), CUDA, LLAMA) == "padded_cudnn"
 
 
 @pytest.mark.usefixtures("hopper")
 def test_what_is_not_installed_is_refused_in_a_line(hopper: dict[str, set[Attention]]) -> None:
     hopper["installed"].discard(Attention.FLASH)
     with pytest.raises(UsageError, match=r"^flash-attn is not installed. Try: "):
-        choose_form_name(ActorSpec(attention=Attention.FLASH), CUDA, LLAMA)
+        choose_kernel_name(ActorSpec(attention=Attention.FLASH), CUDA, LLAMA)

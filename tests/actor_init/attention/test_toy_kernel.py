@@ -12,7 +12,7 @@ import torch
 from transformers import GPT2Config, LlamaConfig
 
 from actor_init.attention import kernel_choice
-from actor_init.attention.kernel_choice import choose_default_kernel, choose_form_name
+from actor_init.attention.kernel_choice import choose_default_kernel, choose_kernel_name
 from actor_init.declarations.attention import KERNELS
 from actor_init.spec import ActorSpec, ParallelSpec, UsageError
 from capture.file_format.capture_file import CapturedCall
@@ -90,7 +90,7 @@ def test_specs_and_jobs_know_it_and_auto_does_not_take_it() -> None:
     spec = build_replay_spec({"attention": "toy"})
     assert format_command_line(spec) == ["--attention", "toy"]
     assert spec_from_dict(spec_to_dict(spec)) == spec
-    assert choose_form_name(spec.actor, CPU, LLAMA) == "toy_softmax"
+    assert choose_kernel_name(spec.actor, CPU, LLAMA) == "toy_softmax"
     assert choose_default_kernel(CPU) == "sdpa"
     job = SimpleNamespace(environment={"attention": "toy_of_a_job"}, tensors={}, weights=None, outputs={})
     found = choose_job_kernel(ReplaySpec().actor.with_defaults(), cast(CapturedCall, job), CPU, GPT2Config())

@@ -9,7 +9,7 @@ import torch
 from transformers import Gemma3TextConfig, LlamaConfig, PretrainedConfig
 
 from actor_init.action_log_probs import action_log_probs
-from actor_init.attention.kernel_choice import choose_form_name
+from actor_init.attention.kernel_choice import choose_kernel_name
 from actor_init.inputs.packing import prepare_inputs
 from actor_init.model import count_parameters
 from actor_init.model_form import DocumentBorders, Layout
@@ -58,7 +58,7 @@ def test_what_is_run_gives_what_each_document_gives_alone(family: str, world: Wo
     )
     assert spec.packing is layout.packs
     assert bool(layout.why_unusual) is (DECIDED[family] is not PACKED)
-    kernel = choose_form_name(spec, world.device, config)
+    kernel = choose_kernel_name(spec, world.device, config)
     assert alone.off(kernel, layout) <= BOUND
     if layout.why_unusual and "does not run" not in layout.why_unusual:
         # Without the probe the numbers would be wrong.

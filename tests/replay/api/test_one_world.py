@@ -261,7 +261,7 @@ def test_a_kernel_that_one_rank_lacks_is_refused_on_all_before_a_folder_is_made(
 ) -> None:
     """A rank that found out alone, as it opens its actor, would leave the others waiting for it."""
 
-    def choose_form_name_here(spec: ActorSpec, where: torch.device, config: Any) -> str:
+    def choose_kernel_name_here(spec: ActorSpec, where: torch.device, config: Any) -> str:
         if where.index == 1:
             raise UsageError("flash-attn is not installed")
         return "sdpa"
@@ -271,7 +271,7 @@ def test_a_kernel_that_one_rank_lacks_is_refused_on_all_before_a_folder_is_made(
         return call(world, run)
 
     run = spec_of(["--inputs", str(SAMPLE), "--backend", "ddp", "--log-folder", str(tmp_path / "logs")])
-    monkeypatch.setattr("actor_init.attention.kernel_choice.choose_form_name", choose_form_name_here)
+    monkeypatch.setattr("actor_init.attention.kernel_choice.choose_kernel_name", choose_kernel_name_here)
     results = call_on_ranks(call_on, [torch.device("cpu", 0), torch.device("cpu", 1)])
     assert [(type(result), str(result)) for result in results] == [
         (UsageError, "on rank 1: flash-attn is not installed")

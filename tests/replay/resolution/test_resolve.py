@@ -221,7 +221,7 @@ def test_what_one_rank_cannot_do_is_refused_on_all_when_a_variant_is_derived_or_
     """A rank that raised alone would leave the others in a collective."""
     replay = resolve_typed(world)
 
-    def choose_form_name_here(spec: ActorSpec, where: torch.device, config: Any) -> str:
+    def choose_kernel_name_here(spec: ActorSpec, where: torch.device, config: Any) -> str:
         if where.type == "cpu":
             raise UsageError("flash-attn has no CPU kernel")
         return "packed_fa2"
@@ -231,7 +231,7 @@ def test_what_one_rank_cannot_do_is_refused_on_all_when_a_variant_is_derived_or_
             raise UsageError("no state is there")
         return SimpleNamespace(check=lambda *known: None, num_steps=1)
 
-    monkeypatch.setattr("actor_init.attention.kernel_choice.choose_form_name", choose_form_name_here)
+    monkeypatch.setattr("actor_init.attention.kernel_choice.choose_kernel_name", choose_kernel_name_here)
     monkeypatch.setattr("replay.runner.checkpoint.SavedState", SimpleNamespace(read=read_state_here))
     devices = [torch.device("cuda"), torch.device("cpu")]
     results = call_on_ranks(lambda ranks: replay.derive_variant(ranks, why="to know"), devices)
