@@ -112,13 +112,19 @@ def _compare_group(
     if family is None or not (is_family or FAMILY in setting_names_from_job):
         yield f"{_describe_class(group, spec)} in the job, {_describe_own(spec)} here"
         return
-    replay_settings = family.read_options(spec) if family is own else {"lr": spec.base_rate}
+    replay_settings = family.read_options(spec) if family is own else _read_typed_of_companion(spec)
     if number < spec.lr_warmup_steps:
         replay_settings["lr"] = spec.base_rate * number / spec.lr_warmup_steps
     job_settings = family.read_job_settings({"lr": replay_settings["lr"], **settings})
     yield from _compare_settings(job_settings, replay_settings, setting_names_from_job)
     for name in family.list_unknown_settings(settings):
         yield f"{name} {format_value(settings[name])} in the job, which {family.option_value} here does not have"
+
+
+def _read_typed_of_companion(spec: ActorSpec) -> dict[str, Any]:
+    """Return what options set of the optimizer that steps beside Muon: its rate, and a weight decay that was typed."""
+    decay = {} if spec.weight_decay is None else {"weight_decay": spec.weight_decay}
+    return {"lr": spec.base_rate, **decay}
 
 
 def _compare_settings(

@@ -236,6 +236,27 @@ def test_the_rate_of_the_adamw_beside_muon_is_told_however_small_it_is() -> None
     assert found == ["learning rate 5e-07 in the job, 1e-06 here"]
 
 
+@pytest.mark.parametrize(
+    ("typed", "decays", "differences"),
+    [
+        # The weight decay that is typed is that of both, and none of the two keeps its default.
+        (0.25, (0.25, 0.25), []),
+        (0.25, (0.25, 0.01), ["weight decay 0.01 in the job, 0.25 here"]),
+        (0.25, (0.25, None), ["weight decay 0.01 in the job, 0.25 here"]),
+        (0.0, (0.0, 3e-7), ["weight decay 3e-07 in the job, 0 here"]),
+        (0.25, (0.1, 0.25), ["weight decay 0.1 in the job, 0.25 here"]),
+    ],
+)
+def test_the_weight_decay_that_is_typed_for_muon_is_held_against_that_of_the_adamw_beside_it(
+    typed: float, decays: tuple[float, float | None], differences: list[str]
+) -> None:
+    muon = {"optimizer": "Muon", "library": "torch", "lr": 0.1, "weight_decay": decays[0]}
+    adamw: dict[str, Any] = {"optimizer": "AdamW", "library": "torch", "lr": 0.1}
+    if decays[1] is not None:
+        adamw["weight_decay"] = decays[1]
+    assert compare(make_step("Muon, AdamW", muon, adamw), optimizer="muon", weight_decay=typed) == differences
+
+
 @pytest.mark.parametrize("rate", [1.0, 1e-6, 1e-9])
 def test_the_rate_of_a_step_of_the_warm_up_is_that_of_the_schedule(rate: float) -> None:
     """The first of four steps of warm-up has a rate of 0, the second a quarter, and so on."""
