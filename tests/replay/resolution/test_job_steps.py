@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from actor_init.declarations.optimizers import OPTIMIZERS
 from actor_init.schedule_and_norm import Clipping
 from actor_init.spec import ActorSpec
 from capture.file_format.optimizer_step import OptimizerStep
@@ -56,6 +57,97 @@ def test_what_was_typed_is_not_the_jobs() -> None:
     assert followed.groups[0].settings["betas"] == (0.5, 0.95)
     assert {"lr", "betas"}.isdisjoint(followed.setting_names_from_job)
     assert "weight_decay" in followed.setting_names_from_job
+
+
+CLASSES = {
+    "adamw": ("AdamW", "torch"),
+    "adam": ("Adam", "torch"),
+    "sgd": ("SGD", "torch"),
+    "adafactor": ("Adafactor", "torch"),
+    "transformers-adafactor": ("Adafactor", "transformers"),
+    "muon": ("Muon", "torch"),
+    "lion": ("Lion", "lion_pytorch"),
+    "adamw-8bit": ("AdamW8bit", "bitsandbytes"),
+    "adam-8bit": ("Adam8bit", "bitsandbytes"),
+    "lion-8bit": ("Lion8bit", "bitsandbytes"),
+}
+ADAM_WORDS = ("adamw", "adam", "adamw-8bit", "adam-8bit")
+
+
+def make_own_settings(word: str, scale: float) -> dict[str, Any]:
+    """Return the settings of a family's group that options can set, none of them a default."""
+    settings: dict[str, Any] = {"lr": 0.5 * scale, "weight_decay": 0.25 * scale}
+    if word in (*ADAM_WORDS, "lion", "lion-8bit"):
+        settings["betas"] = (0.75 * scale, 0.625 * scale)
+    if word in ADAM_WORDS:
+        settings["eps"] = 0.125 * scale
+    if word in ("sgd", "muon"):
+        settings["momentum"] = 0.375 * scale
+    if word == "transformers-adafactor":
+        settings["beta1"] = 0.75 * scale
+    return settings
+
+
+@pytest.mark.parametrize("value", [0.0, 3e-7])
+@pytest.mark.parametrize(
+    ("word", "option"),
+    [(word, option) for word, family in OPTIMIZERS.items() for option in ("learning_rate", *family.options)],
+)
+def test_what_is_typed_takes_the_place_of_the_jobs_in_every_step_and_all_else_is_the_jobs(
+    word: str, option: str, value: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("actor_init.declarations.optimizers.find_spec", lambda name: name)
+    class_name, library = CLASSES[word]
+    steps = [make_own_settings(word, scale) for scale in (1.0, 0.5)]
+    windows = []
+    for place, settings in enumerate(steps):
+        group = {"num_parameters": 3, **settings}
+        step = OptimizerStep(
+            number=place,
+            passes=(place,),
+            shares=(1.0,),
+            optimizer=class_name,
+            library=library,
+            settings=(group,),
+            has_state=place > 0,
+        )
+        windows.append(replace(make_window(place), steps=[step]))
+    followed = follow(*windows, **{"optimizer": word, option: value})
+
+    name = {"learning_rate": "lr", "beta2": "betas"}.get(option, option)
+    name = "betas" if option == "beta1" and word != "transformers-adafactor" else name
+    first, second = steps
+    typed: Any = value
+    if name == "betas":
+        typed = (value, first["betas"][1]) if option == "beta1" else (first["betas"][0], value)
+    [begun] = followed.groups
+    assert {key: begun.settings[key] for key in first} == {**first, name: typed}
+    for index, settings in enumerate(steps):
+        [found] = followed.settings[index].groups
+        kept = {key: given for key, given in settings.items() if key != name}
+        assert {key: found[key] for key in found if key in settings} == kept
+    assert name not in followed.setting_names_from_job
+    assert second.keys() - {name} <= followed.setting_names_from_job
+
+
+def test_what_is_typed_for_muon_is_of_the_adamw_beside_it_as_far_as_that_has_it() -> None:
+    matrices = {**make_own_settings("muon", 1.0), "optimizer": "Muon", "library": "torch", "parameters": "0,2"}
+    vectors = {**make_own_settings("adamw", 1.0), "optimizer": "AdamW", "library": "torch", "parameters": "1"}
+    step = OptimizerStep(
+        number=0,
+        passes=(0,),
+        shares=(1.0,),
+        optimizer="Muon, AdamW",
+        settings=({"num_parameters": 2, **matrices}, {"num_parameters": 1, **vectors}),
+        has_state=False,
+    )
+    window = replace(make_window(0), steps=[step])
+    followed = follow(window, optimizer="muon", weight_decay=3e-7, momentum=0.0)
+    assert [group.family for group in followed.groups] == ["muon", "adamw"]
+    muon, adamw = (group.settings for group in followed.groups)
+    assert (muon["lr"], muon["weight_decay"], muon["momentum"]) == (0.5, 3e-7, 0.0)
+    expected = {"lr": 0.5, "betas": (0.75, 0.625), "eps": 0.125, "weight_decay": 3e-7}
+    assert {name: adamw[name] for name in expected} == expected
 
 
 def test_parameters_go_with_the_groups_that_the_job_had() -> None:
