@@ -1,0 +1,50 @@
+"""What ranks found of a hypothesis is joined to the same on all of them."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from replay.runner.trial_ranks import OwnTrial, join_ranks
+from replay.verdict.causes.cause import CauseName
+from replay.verdict.causes.trial import TrialMatch
+from tests.helpers.thread_ranks import CPU, call_on_ranks
+
+AGREES, BETTER, NOT = (
+    TrialMatch(agrees=True, gain=40.0, num_values=3),
+    TrialMatch(agrees=True, gain=90.0, num_values=5),
+    TrialMatch(agrees=False),
+)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "expected"),
+    [
+        # Of each rank: is its unchanged pass wrong, and what came of each hypothesis.
+        ([(True, {"a": AGREES}), (True, {"a": BETTER})], [("a", "says a", True, 40.0, 8)]),
+        ([(True, {"a": AGREES}), (True, {"a": NOT})], [("a", "says a", False, 0.0, 0)]),
+        ([(True, {"a": AGREES}), (True, {})], [("a", "says a", False, 0.0, 0)]),
+        ([(True, {}), (True, {"a": AGREES})], [("a", "says a", False, 0.0, 0)]),
+        # A rank whose unchanged pass is right has no say, for or against.
+        ([(False, {"a": NOT}), (True, {"a": BETTER})], [("a", "says a, on rank 1 alone", True, 90.0, 5)]),
+        ([(False, {"b": AGREES}), (True, {"a": NOT})], [("a", "says a, on rank 1 alone", False, 0.0, 0)]),
+        (
+            [(True, {"a": AGREES}), (False, {}), (True, {"a": AGREES, "b": NOT})],
+            [("a", "says a, on rank 0, 2 alone", True, 40.0, 6), ("b", "says b, on rank 0, 2 alone", False, 0.0, 0)],
+        ),
+        ([(False, {"a": AGREES}), (False, {"a": AGREES})], []),
+    ],
+)
+def test_a_hypothesis_has_to_hold_on_each_rank_that_is_wrong(
+    ranks: Sequence[tuple[bool, dict[str, TrialMatch]]], expected: list[tuple[Any, ...]]
+) -> None:
+    def join_on_rank(world: Any) -> list[tuple[Any, ...]]:
+        is_wrong, matches = ranks[world.rank]
+        own = {
+            name: OwnTrial(match=match, cause=CauseName.MASK, says=f"says {name}", try_next="")
+            for name, match in matches.items()
+        }
+        results = join_ranks(own, world, is_wrong=is_wrong)
+        return [(result.name, result.says, result.agrees, result.gain, result.num_values) for result in results]
+
+    assert call_on_ranks(join_on_rank, [CPU] * len(ranks)) == [expected] * len(ranks)
