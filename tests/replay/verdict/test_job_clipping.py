@@ -9,6 +9,7 @@ from capture.file_format.gradient_signature import GradientSignature
 from capture.file_format.optimizer_step import OptimizerStep
 from replay.tolerances.job_bounds import GRAD_NORM, GRADIENT_NORMS, LOSS
 from replay.verdict.gradient_findings import collect_gradient_evidence
+from replay.verdict.gradient_samples import GradientSamples
 from replay.verdict.job_clipping import clip_as_the_job, infer_own_clipping_limit
 from replay.verdict.judge import PassEvidence, judge
 from replay.verdict.outcomes import Verdict
@@ -65,6 +66,34 @@ def test_the_replays_gradient_is_clipped_as_the_jobs_was() -> None:
     assert [member.record.result.grad_norm for member in clipped] == [0.5]
     # A shorter gradient stays as it is.
     assert clip_as_the_job(window, replace(SETTINGS, job_code_clip_norm=1e9)) == window
+
+
+def test_all_that_is_known_of_the_replays_gradient_is_clipped() -> None:
+    """A norm of 5 is clipped to 1, so that each number becomes a fifth; sizes are no gradient."""
+    [member] = make_window([draw_gradients()], draw_gradients())
+    gradient = GradientSamples(
+        norms={"a": 3.0, "b": 4.0},
+        sizes={"a": 10, "b": 20},
+        values={("a", 5): (1.0, -2.0)},
+        signatures={("b", 0): (0.5, 4.0)},
+    )
+    result = replace(member.record.result, grad_norm=5.0)
+    member = replace(
+        member,
+        record=replace(member.record, result=result),
+        replayed=replace(member.replayed, gradient=gradient),
+    )
+    [clipped] = clip_as_the_job([member], replace(SETTINGS, job_code_clip_norm=1.0))
+    found = clipped.replayed.gradient
+    assert found is not None
+    assert clipped.record.result.grad_norm == 1.0
+    assert found.norms == pytest.approx({"a": 0.6, "b": 0.8})
+    assert found.sizes == {"a": 10, "b": 20}
+    assert found.values == {("a", 5): pytest.approx((0.2, -0.4))}
+    assert found.signatures == {("b", 0): pytest.approx((0.1, 0.8))}
+    # Without a norm nothing is known of its length.
+    bare = replace(member, record=replace(member.record, result=replace(result, grad_norm=None)))
+    assert clip_as_the_job([bare], replace(SETTINGS, job_code_clip_norm=1.0)) == [bare]
 
 
 def judge_clipping_job(limit: float | None, factors: Sequence[float] = (1.0, 1.0, 1.0)) -> Verdict:
