@@ -3,8 +3,9 @@
 So a command with `--continue` loses only what was running when it was killed.
 
 A campaign writes two files into the command's folder, `logs/<time>-<command>/`. `<command>.json` has the plan, from
-which the command makes its planned runs, and the result. It is written when the command begins, then with `null` as the
-result, and whenever the command calls `Campaign.write`: some commands do so as results come in, others only at the end.
+which the command makes its planned runs, and the result. It is written when the command begins, with `null` as the
+result, and again whenever the command calls `Campaign.write`: some commands do so as results come in, others only at
+the end.
 
     {"format": 2, "command": "replay scan --group 4", "machine": {"num_devices": 2, "has_gpus": false},
      "versions": {"torch": "2.11.0", ...}, "plan": {...}, "result": {...}}

@@ -150,7 +150,7 @@ def resolve(
         *_choose_clip_high_default(spec_with_steps),
     ]
     choices = [
-        *_finalize_packing_choice(job_choices, actor_with_head, probed.layout),
+        *_list_job_choices(job_choices, actor_with_head, probed.layout),
         _explain_attention(probed, kernel_name, typed.actor),
         *_explain_model(spec_with_steps, model_source),
         head_choice,
@@ -340,10 +340,10 @@ def _explain_attention(probed: _KernelAndLayout, kernel_name: str, typed: ActorS
     return ResolvedChoice(setting=ATTENTION, value=kernel_name, by=by, why=why)
 
 
-def _finalize_packing_choice(
+def _list_job_choices(
     job_choices: Sequence[ResolvedChoice], actor: ActorSpec, layout: Layout
 ) -> Iterator[ResolvedChoice]:
-    """Yield the choices. The packing choice gets its final value, which the probe may have changed, and the reason."""
+    """Yield all of `job_choices`; the one of packing with the reason, and its final value: the probe may change it."""
     for choice in job_choices:
         yield _explain_packing(choice, actor, layout) if choice.setting == PACKING else choice
 

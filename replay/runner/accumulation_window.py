@@ -23,7 +23,7 @@ class AccumulationWindow:
                       fewer (`size`)
     rounds            for each pass, the inputs that the data ranks replay at the same time; empty: unknown
     first_index       index of the window's first pass
-    num_passes_over   passes of the window that ran or failed
+    num_passes_ended   passes of the window that ran or failed
     is_incomplete     a pass of the window failed, or is not among the inputs
     num_with_gradient passes of the window whose gradient the backend holds
     num_counted       passes of the window that the backend has counted, with those that it was told to skip
@@ -34,7 +34,7 @@ class AccumulationWindow:
     grad_accumulation: int
     rounds: Sequence[InputRound] = ()
     first_index: int = 0
-    num_passes_over: int = 0
+    num_passes_ended: int = 0
     is_incomplete: bool = False
     num_with_gradient: int = 0
     num_counted: int = 0
@@ -49,7 +49,7 @@ class AccumulationWindow:
     @property
     def is_open(self) -> bool:
         """Is a pass of the window over, and another to come?"""
-        return self.num_passes_over > 0
+        return self.num_passes_ended > 0
 
     def begin_pass(
         self,
@@ -62,7 +62,7 @@ class AccumulationWindow:
         self._begin(index)
         # The backend ends a window when it has counted `grad_accumulation` passes. So it is told to count more than
         # ran: in a short window as many as that lacks, in any window those that failed.
-        num_over = self.grad_accumulation - self.size + self.num_passes_over
+        num_over = self.grad_accumulation - self.size + self.num_passes_ended
         if num_over != self.num_counted:
             backend.skip_passes(num_over - self.num_counted)
             self.num_counted = num_over
@@ -79,14 +79,14 @@ class AccumulationWindow:
 
     def ends_with_this_pass(self, *, runs_backward: bool) -> bool:
         """Tell whether the pass that has begun, and is not counted yet, is the last one of the window."""
-        return runs_backward and self.num_passes_over + 1 == self.size
+        return runs_backward and self.num_passes_ended + 1 == self.size
 
     def count_pass(self, *, runs_backward: bool) -> None:
         """Count a pass that succeeded."""
         is_last = self.ends_with_this_pass(runs_backward=runs_backward)
         self.num_with_gradient += runs_backward
         self.num_counted = 0 if is_last else self.num_counted + runs_backward
-        self.num_passes_over = 0 if is_last else self.num_passes_over + runs_backward
+        self.num_passes_ended = 0 if is_last else self.num_passes_ended + runs_backward
 
     def count_failed_pass(self, index: int) -> bool:
         """Count pass `index`, which was to run a backward and failed.
@@ -96,7 +96,7 @@ class AccumulationWindow:
         self._begin(index)
         self.is_incomplete = True
         is_last = self.ends_with_this_pass(runs_backward=True)
-        self.num_passes_over = 0 if is_last else self.num_passes_over + 1
+        self.num_passes_ended = 0 if is_last else self.num_passes_ended + 1
         return is_last and self.num_with_gradient > 0
 
     def reset_for_new_backend(self) -> None:

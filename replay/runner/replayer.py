@@ -289,7 +289,7 @@ class Replayer:
         )
         recorded_pass: RecordedPass | None = None
         self._is_pass_counted = False
-        self.tracker.begin_pass(index, path.name, index_in_window=self.window.num_passes_over)
+        self.tracker.begin_pass(index, path.name, index_in_window=self.window.num_passes_ended)
         try:
             captured_call = read_call(path)
             batch = replace(captured_call.micro_batch(), padding_predicts_label=self._padding_predicts_label)
@@ -549,10 +549,10 @@ class Replayer:
         num_window_passes = self.window.size * self.world.num_data_ranks
         if objective_data is not None:
             assert self._objective is not None
-            # This division is right for a loss that is a mean over its pass. If a loss is normalised over the whole
-            # window, the gradients of the window's passes add up instead, and the job divided their sum by its number
-            # of ranks when it averaged gradients over the ranks. So the factor undoes this division, and divides by
-            # that number.
+            # To divide by the number of passes is right for a loss that is a mean over its pass. Of a loss that is
+            # normalised over the whole window, the gradients of the passes are added up, and the sum is divided by the
+            # number of the job's ranks, since the job averaged gradients over its ranks. So the factor undoes the
+            # division by the number of passes, and divides by the number of the job's ranks.
             return num_window_passes / objective_data.num_job_ranks if self._objective.sums_over_window else 1.0
         # The value of --window: the rule for the weights of a window's passes.
         window_weights = self.spec.measure.window

@@ -272,7 +272,7 @@ class Reruns:
         ]
         # First the window that the run left open is filled and ends, with any pass; then the passes follow that the
         # window of pass `index` had before it.
-        while self.replayer.window.num_passes_over and self._fill_window(trained_indices[-1]):
+        while self.replayer.window.num_passes_ended and self._fill_window(trained_indices[-1]):
             pass
         ends = [record.index for record in records if record.result.grad_norm is not None and record.index < index]
         begin = next((record.window for record in records if record.index == index and record.window is not None), 0)

@@ -138,8 +138,10 @@ class PassOutcome:
                   another number: the loop added the routers' loss, and then divided the sum: by 4 if the factor is 1/4
                   nan: unknown, as when the loop gave no loss to `recorder.note`
                   None: the pass has no `router_loss_term`, or the job's model itself added the routers' loss
-                  So there is a factor with `--loss recorded` alone. Under it the log-probs are weighed by the job's
-                  gradient of its logits, which was divided. The routers' loss is computed anew, so it has to be divided
+                  There is a factor only under `--loss recorded`: only of such a job did the loop compute the loss from
+                  logits, so that it could add the routers' loss itself. The replay weighs log-probs by the job's
+                  gradient of the logits, which holds whatever the loop divided by. The routers' loss is computed anew,
+                  and this factor divides it in the same way
     """
 
     log_probs_BA: Tensor
