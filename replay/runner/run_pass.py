@@ -138,10 +138,9 @@ class PassOutcome:
                   another number: the loop added the routers' loss, and then divided the sum: by 4 if the factor is 1/4
                   nan: unknown, as when the loop gave no loss to `recorder.note`
                   None: the pass has no `router_loss_term`, or the job's model itself added the routers' loss
-                  There is a factor only under `--loss recorded`: only of such a job did the loop compute the loss from
-                  logits, so that it could add the routers' loss itself. The replay weighs log-probs by the job's
-                  gradient of the logits, which holds whatever the loop divided by. The routers' loss is computed anew,
-                  and this factor divides it in the same way
+                  There is a factor only under `--loss recorded`: the replay then weighs log-probs by the gradient of
+                  the logits that the job recorded. This gradient already includes the division. The routers' loss is
+                  computed anew, so it is multiplied by this factor
     """
 
     log_probs_BA: Tensor
