@@ -2,7 +2,8 @@
 
 from copy import deepcopy
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from actor_init.inputs.packing import prepare_inputs
 from actor_init.model import count_parameters
 from actor_init.model_form import DocumentBorders, Layout
 from actor_init.model_positions import add_model_positions
-from actor_init.probe import packing_probe
+from actor_init.probe import layout_choice, packing_probe
 from actor_init.probe.layout_choice import ONE_DOCUMENT_PER_ROW, choose_layout, explain_no_slice, explain_not_packed
 from actor_init.probe.small_config import make_small_configs
 from actor_init.spec import ActorSpec, Attention, Dtype, UsageError
@@ -24,6 +25,7 @@ from tests.helpers.commands import run
 from tests.helpers.each_alone import BOUND, EachAlone
 from tests.helpers.families import tiny_config, tiny_model
 from tests.helpers.ranks import run_ranks
+from tests.helpers.thread_ranks import CPU, call_on_ranks
 
 PACKED = Layout(packs=True)
 MASKED = Layout(packs=True, borders=DocumentBorders.MASK)
@@ -176,3 +178,44 @@ def test_no_other_kernel_is_taken_than_was_typed(world: World) -> None:
 )
 def test_what_a_ring_cannot_slice_is_said_in_words(error: Exception, message: str) -> None:
     assert explain_no_slice(error, "ring_gathered").startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("errors", "why"),
+    [
+        ([(0.0, 0.0), (0.0, 0.0)], None),
+        ([(0.0, 0.9), (0.0, 0.0)], None),
+        # Another seed is tried where a rank is not right.
+        ([(0.9, 0.0), (0.0, 0.0)], None),
+        ([(0.0, 0.0), (0.9, 0.0)], None),
+        ([(0.9, 0.9), (0.0, 0.0)], "off"),
+        ([(0.0, 0.0), (0.9, 0.9)], "off"),
+        # Each rank is right with one seed, and all of them with none.
+        ([(0.9, 0.0), (0.0, 0.9)], "off"),
+    ],
+)
+def test_a_ring_is_proved_by_all_ranks_with_one_seed(
+    errors: list[tuple[float, float]], why: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank that went on alone would wait for the others in the next probe's collectives."""
+    monkeypatch.setattr(layout_choice, "SEEDS", (0, 1))
+    monkeypatch.setattr(layout_choice, "choose_kernel_name_on_all_ranks", lambda *_: "kernel")
+    monkeypatch.setattr(layout_choice, "choose_bound", lambda kernel: 0.5)
+    monkeypatch.setattr(layout_choice, "_describe_ring_error", lambda error: "off")
+
+    def build(config: Any, device: torch.device, seed: int, *, ring: bool) -> Any:
+        return SimpleNamespace(error=lambda kernel, layout, ring: errors[ring][seed])
+
+    monkeypatch.setattr(layout_choice, "Probe", SimpleNamespace(build=build))
+    spec = SimpleNamespace(parallel=SimpleNamespace(ring=2))
+
+    def prove_on_rank(world: Any) -> Layout:
+        world.ring_group = world.rank
+        return layout_choice._prove_in_ring(cast(Any, spec), tiny_config("llama"), world, trains=False)
+
+    results = call_on_ranks(prove_on_rank, [CPU] * 2)
+    if why is None:
+        assert results == [PACKED] * 2
+    else:
+        assert [type(result) for result in results] == [UsageError] * 2
+        assert all(f"llama does not keep its slices right: {why}. Try" in str(result) for result in results)

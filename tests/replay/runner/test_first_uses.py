@@ -19,14 +19,17 @@ from replay.objective.objective import compute_negated_mean
 from replay.runlog.records import FirstUse, PassRecord
 from replay.runlog.summary import FIRST_USES, NEW_GRAPH, WARMUP, Statistics, summarize
 from replay.runner import first_uses
+from replay.runner import replayer as replayer_module
 from replay.runner.first_uses import FirstUses
 from replay.runner.meter import HostInstrument, Meter
 from replay.runner.observers import FirstUseObserver
+from replay.runner.replayer import Replayer
 from replay.watch.progress import RankPhase, Tracker
 from tests.helpers.made_captures import LLAMA, write_pass
-from tests.helpers.made_records import record
+from tests.helpers.made_records import cost, record
 from tests.helpers.made_time import Clock, at_the_meter
 from tests.helpers.read_logs import read_log
+from tests.helpers.thread_ranks import call_on_ranks
 
 CPU = torch.device("cpu")
 LOSS = """
@@ -264,3 +267,38 @@ def test_a_pass_that_failed_leaves_its_plan_to_the_next() -> None:
     assert uses.end() == [FirstUse.PLAN]
     uses.begin([1])
     assert uses.end() == []
+
+
+@pytest.mark.parametrize(
+    ("second_run", "is_once", "expected"),
+    [((1.0, 2.0), True, 2.0), ((2.0, 1.0), True, 2.0), ((1.0, 8.0), False, 8.0), ((20.0, 1.0), False, 9.0)],
+)
+def test_ranks_expect_of_a_pass_what_its_second_run_took_on_the_slowest(
+    second_run: tuple[float, float], is_once: bool, expected: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise a rank would run a later pass again, and the others would not."""
+    # The first run took 9 s on a rank, since its host held it up.
+    rank_records = [
+        record(0, forward=seconds, phases={"forward": cost(seconds), "backward": cost(0.5)}, rank=rank)
+        for rank, seconds in enumerate((0.5, 8.5))
+    ]
+
+    monkeypatch.setattr(replayer_module, "run_pass_again", lambda backend, *_: backend)
+
+    def run_on_rank(world: Any) -> tuple[Any, ...]:
+        """Return what the second run took here, whether the pass was slow once, and what later passes are held to."""
+        seconds = second_run[world.rank]
+        outcome = SimpleNamespace(cost=SimpleNamespace(phases={"forward": SimpleNamespace(seconds=seconds)}))
+        replayer: Any = SimpleNamespace(
+            _latest_inputs="inputs",
+            tracker=SimpleNamespace(enter_phase=lambda phase: None),
+            reopenable_actor=SimpleNamespace(backend=outcome),
+            world=world,
+            _clock=None,
+            _expected_times=first_uses.ExpectedTimes(),
+        )
+        found = Replayer.time_second_run(replayer, rank_records[world.rank], rank_records)
+        return found.cost.seconds_again, FirstUse.ONCE.value in found.first_uses, replayer._expected_times._known_times
+
+    results = call_on_ranks(run_on_rank, [CPU] * 2)
+    assert results == [(seconds, is_once, {True: [(80, expected)]}) for seconds in second_run]

@@ -1,10 +1,12 @@
 """What ranks found of a hypothesis is joined to the same on all of them."""
 
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from replay.runner import trials
 from replay.runner.trial_ranks import OwnTrial, join_ranks
 from replay.verdict.causes.cause import CauseName
 from replay.verdict.causes.trial import TrialMatch
@@ -48,3 +50,30 @@ def test_a_hypothesis_has_to_hold_on_each_rank_that_is_wrong(
         return [(result.name, result.says, result.agrees, result.gain, result.num_values) for result in results]
 
     assert call_on_ranks(join_on_rank, [CPU] * len(ranks)) == [expected] * len(ranks)
+
+
+@pytest.mark.parametrize(
+    ("has_pass", "are_tried"), [([True, True], True), ([True, False], False), ([False, True], False)]
+)
+def test_a_pass_that_a_rank_does_not_have_is_tried_on_none(
+    has_pass: list[bool], are_tried: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With uneven inputs. A rank that tried it alone would wait for the others in its first forward."""
+    monkeypatch.setattr(trials, "find_pass_to_try", lambda *_, **__: 3)
+    monkeypatch.setattr(trials, "may_have_other_weights", lambda *_: False)
+    passes: Any = [
+        SimpleNamespace(record=SimpleNamespace(index=index, rank=rank))
+        for rank, is_there in enumerate(has_pass)
+        for index in ((2, 3) if is_there else (2,))
+    ]
+    # Under tensor parallelism no trial runs, and that is told.
+    spec = SimpleNamespace(
+        measure=SimpleNamespace(steps=False), actor=SimpleNamespace(parallel=SimpleNamespace(tp=2, ring=1))
+    )
+    nothing: Any = None
+
+    def try_on_rank(world: Any) -> bool:
+        repeater: Any = SimpleNamespace(spec=spec, world=world)
+        return trials.run_trials(repeater, passes, nothing, nothing) is not None
+
+    assert call_on_ranks(try_on_rank, [CPU] * 2) == [are_tried] * 2
