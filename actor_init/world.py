@@ -41,35 +41,22 @@ class World:
         Uses CUDA with NCCL if there is a GPU, else the CPU with gloo. Raises UsageError if the launcher started more
         processes on this machine than it has GPUs, or a number that is not a multiple of tp x ring.
         """
-        rank = int(os.environ.get("RANK", 0))
-        world_size = int(os.environ.get("WORLD_SIZE", 1))
-        local_rank = int(os.environ.setdefault("LOCAL_RANK", "0"))
-        num_model_ranks = parallel.tp * parallel.ring
-        if world_size % num_model_ranks:
-            raise UsageError(
-                f"{world_size} processes were started, but tp {parallel.tp} x ring {parallel.ring} needs a multiple "
-                f"of {num_model_ranks}. Try: torchrun --nproc-per-node {num_model_ranks} -m replay ..."
-            )
-        device = _choose_device(local_rank)
-        backend = "nccl" if device.type == "cuda" else "gloo"
-        if backend == "nccl":
-            # NCCL's flight recorder keeps so many collectives, for `replay hang`.
-            os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
-        is_own = not dist.is_initialized()
-        if is_own and "MASTER_ADDR" in os.environ:
-            dist.init_process_group(backend, rank=rank, world_size=world_size)
-        elif is_own:
-            store = dist.HashStore()
-            dist.init_process_group(backend, store=store, rank=0, world_size=1)
-        try:
-            shape = (world_size // num_model_ranks, parallel.ring, parallel.tp)
-            mesh = init_device_mesh(device.type, shape, mesh_dim_names=MESH_AXES)
-            weights_shape = (world_size // parallel.tp, parallel.tp)
-            weights_mesh = init_device_mesh(device.type, weights_shape, mesh_dim_names=("shard", "tp"))
-            yield cls(rank=rank, world_size=world_size, device=device, mesh=mesh, weights_mesh=weights_mesh)
-        finally:
-            if is_own:
-                dist.destroy_process_group()
+        with _set_local_rank() as local_rank:
+            rank = int(os.environ.get("RANK", 0))
+            world_size = int(os.environ.get("WORLD_SIZE", 1))
+            num_model_ranks = parallel.tp * parallel.ring
+            if world_size % num_model_ranks:
+                raise UsageError(
+                    f"{world_size} processes were started, but tp {parallel.tp} x ring {parallel.ring} needs a "
+                    f"multiple of {num_model_ranks}. Try: torchrun --nproc-per-node {num_model_ranks} -m replay ..."
+                )
+            device = _choose_device(local_rank)
+            with _open_process_group(device, rank, world_size):
+                shape = (world_size // num_model_ranks, parallel.ring, parallel.tp)
+                mesh = init_device_mesh(device.type, shape, mesh_dim_names=MESH_AXES)
+                weights_shape = (world_size // parallel.tp, parallel.tp)
+                weights_mesh = init_device_mesh(device.type, weights_shape, mesh_dim_names=("shard", "tp"))
+                yield cls(rank=rank, world_size=world_size, device=device, mesh=mesh, weights_mesh=weights_mesh)
 
     @property
     def data_rank(self) -> int:
@@ -136,6 +123,41 @@ def try_on_all_ranks(world: World, attempt: Callable[[], DecisionT]) -> Decision
     if len(refusals) == world.world_size:
         raise refusal or first_refusal
     raise UsageError(f"on rank {rank}: {first_refusal.text}") from refusal
+
+
+@contextmanager
+def _set_local_rank() -> Iterator[int]:
+    """Yield this process's number on its machine. LOCAL_RANK says it meanwhile, which DeepSpeed reads.
+
+    A process that no launcher started does not keep the variable: accelerate, which finds it there, would wait for the
+    address of a process group.
+    """
+    is_missing = "LOCAL_RANK" not in os.environ
+    try:
+        yield int(os.environ.setdefault("LOCAL_RANK", "0"))
+    finally:
+        if is_missing:
+            os.environ.pop("LOCAL_RANK", None)
+
+
+@contextmanager
+def _open_process_group(device: torch.device, rank: int, world_size: int) -> Iterator[None]:
+    """Open the launcher's process group, or one of a single process, unless one is open already."""
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    if backend == "nccl":
+        # NCCL's flight recorder keeps so many collectives, for `replay hang`.
+        os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
+    if dist.is_initialized():
+        yield
+        return
+    if "MASTER_ADDR" in os.environ:
+        dist.init_process_group(backend, rank=rank, world_size=world_size)
+    else:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
 
 
 def _choose_device(local_rank: int) -> torch.device:

@@ -1,5 +1,8 @@
 """What a launcher started is held against what the machine has."""
 
+import os
+from contextlib import nullcontext
+
 import pytest
 import torch
 
@@ -18,6 +21,24 @@ def test_more_processes_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -
         World.from_env(ParallelSpec()),
     ):
         pass
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_a_process_that_no_launcher_started_is_left_as_it_was(monkeypatch: pytest.MonkeyPatch, tp: int) -> None:
+    """Accelerate takes a process with LOCAL_RANK for one of several; DeepSpeed needs it. With tp 2 it is refused."""
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    expected_error = pytest.raises(UsageError, match="1 processes were started") if tp == 2 else nullcontext()
+    with expected_error, World.from_env(ParallelSpec(tp=tp)):
+        assert os.environ["LOCAL_RANK"] == "0"
+    assert "LOCAL_RANK" not in os.environ
+
+
+def test_a_launchers_local_rank_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    with World.from_env(ParallelSpec()):
+        pass
+    assert os.environ["LOCAL_RANK"] == "0"
 
 
 def test_a_single_process_is_its_own_world(world: World) -> None:
