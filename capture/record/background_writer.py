@@ -10,8 +10,8 @@ each time this thread wakes up, the job pays for a change of threads. That costs
 that has finished all earlier work stands idle until the job's thread gives it more. So this thread takes an item only
 once it is ready, and the job makes all queued items ready when it calls `wake`, at the end of each forward. By then the
 device has work. The job's thread goes on to the backward, or waits for the device, and needs little Python for either.
-An item that is queued later becomes ready with the next call, or when this thread has waited for one in vain, for at
-most MAX_DELAY_SECONDS.
+An item that is queued later becomes ready with the next call of `wake`, or after this thread has waited for that call
+in vain, for at most MAX_DELAY_SECONDS.
 """
 
 import sys
@@ -295,11 +295,11 @@ class BackgroundWriter(Generic[ItemT]):
 
     def _handle_item(self, item: ItemT, is_pass: bool) -> None:
         """Handle an item, and count a pass that `handle` refuses or fails at."""
-        # A pass counts as lost until `handle` has returned.
-        is_lost_pass = is_pass
+        # A pass is counted as dropped, below, unless `handle` returns without an error.
+        is_dropped_pass = is_pass
         try:
             self._handle(item)
-            is_lost_pass = False
+            is_dropped_pass = False
         except CaptureError as error:
             if not is_pass:
                 raise
@@ -309,4 +309,4 @@ class BackgroundWriter(Generic[ItemT]):
         finally:
             with self._changed:
                 self._is_handling_pass = False
-                self._num_dropped += is_lost_pass
+                self._num_dropped += is_dropped_pass

@@ -65,8 +65,8 @@ class PlannedRun:
     was written before knows none of its planned runs.
 
     home      folder of the planned run's attempts, relative to the campaign's folder, such as `groups/0001`. Planned
-              runs that are given to `Campaign.run_all` together have different ones: on Ray an attempt's folder may
-              come into being only after the next attempt's name is chosen
+              runs that are given to `Campaign.run_all` together need different ones: an attempt is named by the number
+              of folders in its home, and on Ray such a folder may appear only after the next attempt is named
     python    path of another environment's interpreter; empty: the interpreter that runs this code
     repeat    number of this run, if the same replay is run several times
     inputs_digest  digest of the inputs if their folder may be filled anew (`minimise`); empty: their path says enough
@@ -118,8 +118,8 @@ class EndedRun(NamedTuple):
 class _JournalLine:
     """What the journal keeps of a planned run that has ended.
 
-    job        digest of the planned run. Journals that were written before have the JSON key `job`, so the attribute
-               keeps that name
+    job        digest of the planned run. Journals of earlier versions have the JSON key `job`, so the attribute keeps
+               that name
     exit_code  None: it did not end within its time limit
     ran_alone  as in EndedRun
     attempt    folder of this attempt, below `PlannedRun.home`; relative to the campaign's folder
@@ -262,7 +262,7 @@ class Campaign(Generic[PlanT]):
 
         storage  folder or URI where Ray keeps the states from which planned runs resume. If it is given, planned runs
                  run one after another, on Ray and on this machine. On this machine nothing else depends on it: each
-                 spec names the folder of its states. None: so many run at once as `limits` says
+                 spec names the folder of its states. None: `limits.at_once` says how many run at once
         """
         self._run_limit_seconds, self._start_deadline = limits.run_limit_seconds, limits.compute_start_deadline()
         if storage is None:

@@ -66,7 +66,9 @@ class RayTrainings:
     def __call__(
         self, tasks: Iterable[tuple[Key, Task]], *, start_deadline: float = math.inf
     ) -> Generator[tuple[Key, ProcessResult]]:
-        """Yield the result of each task as it ends, with its files at home. None starts after `until` (monotonic).
+        """Yield the result of each task as it ends, with its files at home.
+
+        No task starts after `start_deadline` (monotonic).
 
         On Ctrl-C, or any other exception here or in the caller's loop, the running one is ended first.
         """

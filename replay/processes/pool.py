@@ -32,7 +32,8 @@ class RunLimits:
 
     run_limit_seconds  for one run
     total_seconds      for the command: no run is started after them, and those that run go on; None: no limit
-    at_once            processes on each GPU at the same time, or runs on a CPU; None: one run at a time
+    at_once            processes on each GPU at the same time, or runs on a CPU; None: one run at a time on this
+                       machine, and on Ray one process on each GPU
     """
 
     run_limit_seconds: float
