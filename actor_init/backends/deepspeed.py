@@ -269,8 +269,19 @@ class DeepSpeedBackend:
 
     def close(self) -> None:
         self.engine.destroy()
+        _restore_linear()
         if self.spec.resolved_zero_stage == 3:
             _forget_modules()
+
+
+def _restore_linear() -> None:
+    """Undo what ZeRO 3 does to torch.nn.functional.linear: DeepSpeed leaves its own function there for good.
+
+    Later replays in this process would compute with it, under every backend.
+    """
+    from deepspeed.runtime.zero.partition_parameters import InsertPostInitMethodToModuleSubClasses
+
+    nn.functional.linear = getattr(InsertPostInitMethodToModuleSubClasses, "linear_bk", nn.functional.linear)
 
 
 def _forget_modules() -> None:
