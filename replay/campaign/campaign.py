@@ -65,8 +65,7 @@ class PlannedRun:
     was written before knows none of its planned runs.
 
     home      folder of the planned run's attempts, relative to the campaign's folder, such as `groups/0001`. Planned
-              runs that are given to `Campaign.run_all` together need different ones: an attempt is named by the number
-              of folders in its home, and on Ray such a folder may appear only after the next attempt is named
+              runs that are given to `Campaign.run_all` together need homes of their own (`Task.for_attempt` says why)
     python    path of another environment's interpreter; empty: the interpreter that runs this code
     repeat    number of this run, if the same replay is run several times
     inputs_digest  digest of the inputs if their folder may be filled anew (`minimise`); empty: their path says enough
@@ -260,9 +259,9 @@ class Campaign(Generic[PlanT]):
         The time that `limits` gives the whole command begins now. After this time `run_all` starts no planned run,
         unless it is given another deadline; `run` starts its planned run at any time.
 
-        storage  folder or URI where Ray keeps the states from which planned runs resume. If it is given, planned runs
-                 run one after another, on Ray and on this machine. On this machine nothing else depends on it: each
-                 spec names the folder of its states. None: `limits.at_once` says how many run at once
+        storage  folder or URI where Ray keeps the states from which planned runs resume; on this machine they find
+                 them by their own options. If it is given, planned runs run one after another. None: `limits.at_once`
+                 says how many run at once
         """
         self._run_limit_seconds, self._start_deadline = limits.run_limit_seconds, limits.compute_start_deadline()
         if storage is None:

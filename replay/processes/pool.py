@@ -159,7 +159,11 @@ class Task:
         python: str = "",
         folder: Path = Path(),
     ) -> Self:
-        """Return a task that logs into a new folder below `home`, which holds those of earlier attempts."""
+        """Return a task that logs into a new folder below `home`, which holds those of earlier attempts.
+
+        The folder's name is the number of earlier attempts. It is made when the task starts, which on Ray may be after
+        the next task was made. So two tasks of one home could get one folder.
+        """
         home.mkdir(parents=True, exist_ok=True)
         logs = home / str(len(list(home.iterdir())))
         return cls(

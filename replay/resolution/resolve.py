@@ -112,8 +112,8 @@ def resolve(
 
     All ranks must call this. Raises UsageError, on all of them, for what cannot run here.
     """
-    # Rank 0 chooses for all ranks, since the ranks' files and hardware may differ. From here on all ranks have rank 0's
-    # spec, since a rank may also have been given another spec.
+    # Rank 0 chooses for all ranks, since the ranks' files and hardware may differ. All ranks take its spec too, since a
+    # rank may have been started with other options.
     typed, job_choices = compute_on_rank0(
         world, lambda: (spec, choose_from_job(spec, first_call, selection, world.device.type))
     )
