@@ -305,7 +305,10 @@ class BackgroundWriter(Generic[ItemT]):
                 raise
             if self.refusal is None:
                 self.refusal = str(error)
-                warn(f"capture: a pass cannot be kept and is dropped: {error}. Others are counted only")
+                warn(
+                    f"capture: a pass cannot be kept and is dropped: {error}. Further such passes are counted "
+                    "without a warning"
+                )
         finally:
             with self._changed:
                 self._is_handling_pass = False

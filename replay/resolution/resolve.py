@@ -200,7 +200,7 @@ def _find_model(
 
 
 def _choose_kernel_and_layout(
-    typed: ActorSpec,
+    typed_actor: ActorSpec,
     spec: ReplayParts,
     source: ModelSource,
     selection: Selection,
@@ -217,7 +217,7 @@ def _choose_kernel_and_layout(
         choose_job_kernel(spec.actor, first_call, world.device, source.config)
     )
     actor_before_probe = replace(spec.actor, attention=attention.option_value)
-    is_packing_typed = typed.packing is not None
+    is_packing_typed = typed_actor.packing is not None
     actor, layout = choose_layout(
         actor_before_probe,
         source.config,
@@ -317,14 +317,14 @@ def explain_whole_logits(spec: ReplayParts, objective: Objective | None) -> str:
     return f"--loss {objective.loss} may ask for them" if objective and objective.needs_whole_logits else ""
 
 
-def _explain_attention(probed: _KernelAndLayout, kernel_name: str, typed: ActorSpec) -> ResolvedChoice:
+def _explain_attention(probed: _KernelAndLayout, kernel_name: str, typed_actor: ActorSpec) -> ResolvedChoice:
     """Tell who chose the attention kernel, and why."""
     # `before.attention` is still `auto` if nobody typed a kernel and `choose_job_kernel` did not take the job's. So is
     # `after.attention`, unless the probe took another kernel.
     before, after = probed.actor_before_probe, probed.actor
-    if typed.attention != Attention.AUTO:
+    if typed_actor.attention != Attention.AUTO:
         by = ChosenBy.TYPED
-    elif typed.has_user_model or after.attention != before.attention:
+    elif typed_actor.has_user_model or after.attention != before.attention:
         by = ChosenBy.MODEL
     elif before.attention == Attention.AUTO:
         by = ChosenBy.MACHINE

@@ -122,7 +122,8 @@ def test_after_a_refused_pass_the_thread_is_idle_as_after_any(warned: list[str])
     assert is_idle.wait(SECONDS)
     writer.close(max_seconds=SECONDS)
     assert (writer.num_dropped, writer.refusal, writer.failure) == (1, "it is no micro-batch", None)
-    assert warned == ["capture: a pass cannot be kept and is dropped: it is no micro-batch. Others are counted only"]
+    said = "capture: a pass cannot be kept and is dropped: it is no micro-batch. Further such passes are counted"
+    assert warned == [f"{said} without a warning"]
 
 
 def test_to_drain_waits_until_the_thread_is_idle() -> None:
