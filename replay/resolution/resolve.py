@@ -225,10 +225,8 @@ def _choose_kernel_and_layout(
         is_typed=is_packing_typed,
         trains=spec.inputs.passes is not Passes.ROLLOUT,
     )
-    # Packing drops padding. So rows have to stay padded if a label is predicted from the logits of a padding token, or
-    # if padding stands between the tokens of a row. For such captures `choose_from_job` has chosen padded rows.
-    # `why_unusual` tells the user the reason.
-    # A ring always packs its rows. There `prepare_inputs` (packing.py) refuses padding between tokens.
+    # If padding has to stay, `choose_from_job` has chosen padded rows. The layout gets this reason, which the user is
+    # told. A ring packs its rows all the same, so its layout gets no such reason.
     keeps_padding = selection.must_keep_padding and not is_packing_typed and not layout.packs
     if keeps_padding and not layout.why_unusual:
         layout = replace(layout, why_unusual=WHY_PADDING_IS_KEPT)

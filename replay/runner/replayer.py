@@ -401,9 +401,11 @@ class Replayer:
         # The weight of a log-prob is the negated derivative of the loss with respect to this log-prob. The weights tell
         # how far rounding can move the loss. Without an objective the loss is a mean, so they need not be measured.
         log_prob_weight_meter, gradient_sampler = run_observers.log_prob_weight_meter, run_observers.gradient
-        at_recorded_positions, all_action_log_probs = self._collect_log_probs(outcome, inputs, captured_call, batch)
+        log_probs_at_recorded_positions, all_action_log_probs = self._collect_log_probs(
+            outcome, inputs, captured_call, batch
+        )
         replayed_pass = ReplayedPass(
-            log_probs_at_recorded_positions=at_recorded_positions,
+            log_probs_at_recorded_positions=log_probs_at_recorded_positions,
             all_action_log_probs=all_action_log_probs,
             log_prob_weights=log_prob_weight_meter.log_prob_weights
             if log_prob_weight_meter is not None
@@ -421,7 +423,7 @@ class Replayer:
                 captured_call, outcome.router_loss_factor
             ),
             weights_before_pass=weights_before_pass,
-            tried_losses=self._try_losses(outcome, inputs, recorded_pass, at_recorded_positions),
+            tried_losses=self._try_losses(outcome, inputs, recorded_pass, log_probs_at_recorded_positions),
             noted_log_probs=_collect_noted_log_probs(outcome, inputs, captured_call, batch),
         )
         if self.details_folder is not None:
@@ -595,7 +597,7 @@ class Replayer:
         outcome: PassOutcome,
         inputs: PassInputs,
         recorded_pass: RecordedPass,
-        at_recorded_positions: Sequence[float | None],
+        log_probs_at_recorded_positions: Sequence[float | None],
     ) -> TriedLosses | None:
         """Compute the values that other losses have in this pass, since the job may have used one of them instead.
 
@@ -610,7 +612,7 @@ class Replayer:
             return None
         # If the log-probs are not the job's, every loss differs from the job's, whichever loss the job used.
         job_log_probs = next((claim.values for claim in recorded_pass.claims if claim.name == TOKEN_LOG_PROBS), ())
-        if has_other_log_probs(job_log_probs, at_recorded_positions, recorded_pass.dtypes):
+        if has_other_log_probs(job_log_probs, log_probs_at_recorded_positions, recorded_pass.dtypes):
             return None
         # A claim with a doubt proves nothing about the losses.
         losses = (claim for claim in recorded_pass.claims if claim.name == LOSS and claim.doubt is None)
@@ -646,7 +648,7 @@ class Replayer:
         targets = find_targets_equal_to_input_tokens(with_rows_reversed(batch) if is_reversed else batch)
         action_mask_BA = inputs.actor_inputs.action_mask_BA
         needs_all_action_tokens = self.details_folder is not None or _has_number_per_token(captured_call)
-        at_recorded_positions = list_log_probs_at(
+        log_probs_at_recorded_positions = list_log_probs_at(
             outcome.log_probs_BA,
             action_mask_BA & targets.are_input_tokens_BA.to(self.world.device),
             read_token_positions(captured_call, *batch.sequences_BS.shape),
@@ -654,8 +656,8 @@ class Replayer:
             is_reversed=is_reversed,
         )
         if not needs_all_action_tokens:
-            return at_recorded_positions, ()
-        return at_recorded_positions, list_action_log_probs(
+            return log_probs_at_recorded_positions, ()
+        return log_probs_at_recorded_positions, list_action_log_probs(
             outcome.log_probs_BA, action_mask_BA, is_reversed=is_reversed
         )
 
