@@ -259,8 +259,8 @@ class Campaign(Generic[PlanT]):
         The time that `limits` gives the whole command begins now. After this time `run_all` starts no planned run,
         unless it is given another deadline; `run` starts its planned run at any time.
 
-        storage  None: `limits.at_once` says how many planned runs run at once. Otherwise they run one after another,
-                 on Ray and on this machine. Only Ray uses the value: the folder or URI where it keeps the states from
+        storage  None: planned runs may run side by side, as `RunLimits.at_once` says. Otherwise they run one after
+                 another, on Ray and on this machine. Only Ray uses the value: the folder or URI where it keeps the states from
                  which planned runs resume. On this machine their specs name that folder, by --save-state
         """
         self._run_limit_seconds, self._start_deadline = limits.run_limit_seconds, limits.compute_start_deadline()
