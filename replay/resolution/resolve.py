@@ -242,7 +242,7 @@ def choose_loss(spec: ReplayParts, selection: Selection, first_call: CapturedCal
     """Choose the loss.
 
     A loss that was typed stays. Otherwise the loss is the job's objective, if every training pass shows it and no
-    option is against it. A pass shows it by its noted loss, with all that this is computed from, or by the recorded
+    option is against it. A pass shows it by a noted loss beside advantages and old log-probs, or by the recorded
     gradient of the logits. Otherwise the loss is sft if the first capture has labels, else the stand-in.
 
     first_call  None if it cannot be read; then labels do not count

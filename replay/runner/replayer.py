@@ -223,7 +223,7 @@ class Replayer:
                 self.trace.attach(self.reopenable_actor.backend)
             self._must_reopen = False
             self.window.reset_for_new_backend()
-            self.step_follower.forget_steps("a pass failed, and with it the weights of the steps were lost")
+            self.step_follower.forget_steps("a pass failed, and the weights are again those that the run began with")
 
     def find_non_finite_in_latest_pass(self, record: PassRecord) -> PassRecord:
         """Run the latest pass again to find its first tensor that is not finite.

@@ -150,8 +150,8 @@ def judge_without_causes(passes: Sequence[PassEvidence], settings: VerdictSettin
     3. Judge each pass. With other dropout masks than the job's, numbers differ by chance. So a training pass that may
        have had other masks is not DIFFERS because of its numbers. Its masks are known to be the job's if the random
        generators had the job's states before and after the forward, and all else that shapes the masks, such as rows,
-       kernel and device, is the job's too. Numbers that agree show it as well: with other masks they would
-       differ. If job and replay drew different amounts of random numbers, and nothing
+       kernel and device, is the job's too. Numbers that agree show it as well, unless a coarse dtype may hide
+       what other masks do. If job and replay drew different amounts of random numbers, and nothing
        explains that, it is a finding of its own, `dropout masks`.
     4. Judge the gradient of each window. Under dropout this judgment needs point 3: the gradient is comparable if all
        passes of the window had the job's masks. But dropout, unless it skips layers, does not explain that a parameter
@@ -209,14 +209,14 @@ def judge_without_causes(passes: Sequence[PassEvidence], settings: VerdictSettin
         settings=settings,
         environment=environment,
     )
-    first_decisive = _find_first_decisive(verdicts, outcome)
+    first_wrong_or_unsettled = _find_first_wrong_or_unsettled(verdicts, outcome)
     worst_findings = select_worst_findings(verdicts)
     verdict = Verdict(
         outcome=outcome,
         reason=_choose_reason(verdicts, outcome),
         counts=dict(Counter(pass_verdict.outcome for pass_verdict in pass_verdicts)),
         window_counts=dict(Counter(window_verdict.outcome for window_verdict in window_verdicts)),
-        first=first_decisive,
+        first=first_wrong_or_unsettled,
         worst=worst_findings,
         open=_select_open_findings(verdicts),
         weights=choose_weights_to_show(compared_passes),
@@ -311,7 +311,7 @@ def _choose_reason(verdicts: Sequence[PassVerdict], outcome: Outcome) -> str | N
     return next(iter(count_reasons(verdicts)), None if verdicts else "no pass was replayed")
 
 
-def _find_first_decisive(verdicts: Sequence[PassVerdict], outcome: Outcome) -> PassVerdict | None:
+def _find_first_wrong_or_unsettled(verdicts: Sequence[PassVerdict], outcome: Outcome) -> PassVerdict | None:
     """Find the first pass or gradient that differs or is unsettled, if that is the outcome of the run."""
     if outcome not in (Outcome.DIFFERS, Outcome.UNSETTLED):
         return None
