@@ -255,8 +255,8 @@ class SnapshotMaker:
         attention = find_attention_kernel(model)
         self._model_settings = describe_model(model) if reproduce else {}
         self._model_settings |= {} if attention is None else {"attention": attention}
-        # By the device's number, autocast's dtype, and whether autograd is on.
-        self._known_settings: dict[tuple[int, str, bool], dict[str, str]] = {}
+        # By the device's number and autocast's dtype.
+        self._settings_by_device: dict[tuple[int, str], dict[str, str]] = {}
         self._copier = ArgumentCopier()
         self._clock = clock
         self._model_name = model_name
@@ -350,16 +350,13 @@ class SnapshotMaker:
 
     def _read_settings(self, device: PassDevice, trains: bool) -> Sequence[Mapping[str, str]]:
         """Read the settings of a pass, without making what is the same in each."""
-        synced = self._gradient_sync.read() if self._gradient_sync is not None and trains else {}
         autocast = read_autocast_dtype(device.type)
-        key = device.number, autocast, trains
-        known = self._known_settings.get(key)
-        if known is not None and not (self._compute_dtype is not None and self._compute_dtype.is_looking):
-            return known, synced
-        settings = {"device": read_device_name(device.device), "autocast": autocast, **self._model_settings}
+        settings = self._settings_by_device.get((device.number, autocast))
+        if settings is None:
+            settings = {"device": read_device_name(device.device), "autocast": autocast, **self._model_settings}
+            self._settings_by_device[device.number, autocast] = settings
+        synced = self._gradient_sync.read() if self._gradient_sync is not None and trains else {}
         computed = {} if self._compute_dtype is None else self._compute_dtype.begin((trains, autocast))
-        if self._compute_dtype is None or computed:
-            self._known_settings[key] = settings | computed
         return settings, synced, computed
 
     def read_engine_scale(self) -> float:
@@ -483,11 +480,6 @@ class ComputeDtypeProbe:
         self._kind: tuple[Any, ...] | None = None
         self._settings: dict[str, str] = {}
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
-
-    @property
-    def is_looking(self) -> bool:
-        """Tell whether a pass is looked at that has not ended, or whose end was not seen."""
-        return self._kind is not None
 
     def begin(self, kind: tuple[Any, ...]) -> dict[str, str]:
         """Begin a pass. Returns the settings of its kind, if these are known; otherwise `end` returns them."""
