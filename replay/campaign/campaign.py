@@ -260,9 +260,8 @@ class Campaign(Generic[PlanT]):
         unless it is given another deadline; `run` starts its planned run at any time.
 
         storage  None: planned runs may run side by side, as `RunLimits.at_once` says. Otherwise they run one after
-                 another, on Ray and on this machine. Only Ray uses the value: the folder or URI where it
-                 keeps the states from which planned runs resume. On this machine the folder of these states is in
-                 their specs
+                 another, on Ray and on this machine. Only Ray uses the value: the folder or URI where it keeps
+                 the states from which planned runs resume. On this machine the folder of these states is in their specs
         """
         self._run_limit_seconds, self._start_deadline = limits.run_limit_seconds, limits.compute_start_deadline()
         if storage is None:

@@ -150,9 +150,9 @@ def judge_without_causes(passes: Sequence[PassEvidence], settings: VerdictSettin
     3. Judge each pass. With other dropout masks than the job's, numbers differ by chance. So a training pass that may
        have had other masks is not DIFFERS because of its numbers. Its masks are known to be the job's if the random
        generators had the job's states before and after the forward, and all else that shapes the masks, such as rows,
-       kernel and device, is the job's too. Numbers that agree show it as well, unless a coarse dtype may hide
-       what other masks do. If job and replay drew different amounts of random numbers, and nothing
-       explains that, it is a finding of its own, `dropout masks`.
+       kernel and device, is the job's too. Numbers that agree show it as well, unless a coarse dtype may hide what
+       other masks do. If job and replay drew different amounts of random numbers, and nothing explains that, it is a
+       finding of its own, `dropout masks`.
     4. Judge the gradient of each window. Under dropout this judgment needs point 3: the gradient is comparable if all
        passes of the window had the job's masks. But dropout, unless it skips layers, does not explain that a parameter
        lacks its gradient.
