@@ -60,7 +60,7 @@ def open_rank_writer(
     rank_folder = choose_rank_folder(
         folder, rank=rank, world_size=world_size, in_segments=retention.segment is not None
     )
-    for existing in {folder, rank_folder}:
+    for existing in _list_homes(folder, rank):
         if existing.is_dir():
             remove_stale_temporaries(existing, rank)
     repair_segments(rank_folder, rank)
@@ -70,7 +70,10 @@ def open_rank_writer(
 
 
 class RankFiles:
-    """Writes a file for each pass. It remembers a number of files that has a limit, however many passes there are."""
+    """Writes a file for each pass. It remembers a number of files that has a limit, however many passes there are.
+
+    Segments of earlier recordings count for the limit, and stay.
+    """
 
     def __init__(self, folder: Path, rank_folder: Path, retention: RetentionSettings, *, rank: int, stamp: str) -> None:
         self.rank_folder = rank_folder
@@ -83,10 +86,11 @@ class RankFiles:
         self._entries: dict[str, str] = {}
         self._num_listed = 0
         self._num_manifests = 0
-        files = sorted(_list_pass_files(rank, {folder, rank_folder}), key=lambda file: (file.name, file.path))
-        sizes = [self._count_with_entry(file.stat().st_size) for file in files]
+        homes = _list_homes(folder, rank)
+        files = sorted(_list_pass_files(rank, homes), key=lambda file: (file.name, file.path))
+        sizes = [_count_with_entry(file.stat().st_size) for file in files]
         self._num_files = len(files)
-        self._num_bytes = sum(sizes) + sum(size for _, size in _list_segments(rank, {folder, rank_folder}))
+        self._num_bytes = sum(sizes) + sum(size for _, size in _list_segments(rank, homes))
         self.had_passes = self._num_bytes > 0
         self._oldest_first: deque[tuple[Path, int]] = deque()
         # Names that are in a manifest on the disk.
@@ -95,20 +99,17 @@ class RankFiles:
             self._oldest_first.extend((Path(file.path), size) for file, size in zip(files, sizes, strict=True))
             self._listed_names = self._read_listed_names()
 
-    def _count_with_entry(self, num_bytes: int) -> int:
-        return num_bytes + MANIFEST_BYTES_PER_FILE
-
     def _has_room(self, num_bytes: int) -> bool:
         max_files, max_bytes = self._retention.max_files, self._retention.max_bytes
         return (max_files is None or self._num_files < max_files) and (
-            max_bytes is None or self._num_bytes + self._count_with_entry(num_bytes) <= max_bytes
+            max_bytes is None or self._num_bytes + _count_with_entry(num_bytes) <= max_bytes
         )
 
     def write(self, encoded: EncodedCall) -> Path | None:
         parts = encoded.pickle_parts()
         num_bytes = sum(len(part) for part in parts)
         max_bytes = self._retention.max_bytes
-        if max_bytes is not None and self._count_with_entry(num_bytes) > max_bytes:
+        if max_bytes is not None and _count_with_entry(num_bytes) > max_bytes:
             return None
         while not self._has_room(num_bytes):
             if not self._oldest_first:
@@ -119,7 +120,7 @@ class RankFiles:
         path = encoded.choose_path(self.rank_folder)
         write_atomically(path, *parts)
         self._num_files += 1
-        self._num_bytes += self._count_with_entry(num_bytes)
+        self._num_bytes += _count_with_entry(num_bytes)
         self._entries[path.name] = ManifestEntry(
             name=path.name,
             num_bytes=num_bytes,
@@ -130,7 +131,7 @@ class RankFiles:
             shapes={name: list(record["shape"]) for name, record in encoded.body["tensors"].items()},
         ).to_json()
         if self._retention.keep == "last":
-            self._oldest_first.append((path, self._count_with_entry(num_bytes)))
+            self._oldest_first.append((path, _count_with_entry(num_bytes)))
             return path
         num_new = len(self._entries) - self._num_listed
         if num_new >= max(_MIN_FILES_BETWEEN_MANIFESTS, self._num_listed // 4):
@@ -164,7 +165,7 @@ class RankFiles:
 
     def _list_manifests(self) -> list[Path]:
         manifest_name = re.compile(rf"manifest_rank{self._rank}_.*\.json")
-        files = _scan_folders({self._folder, self.rank_folder})
+        files = _scan_folders(_list_homes(self._folder, self._rank))
         return [Path(file.path) for file in files if manifest_name.fullmatch(file.name)]
 
     def _delete_oldest(self) -> None:
@@ -215,9 +216,11 @@ class RankSegments:
         self.num_deleted = 0
         self._retention = retention
         self._writer = SegmentWriter(rank_folder, rank=rank, stamp=format_stamp(stamp), max_bytes=segment)
-        files = _list_pass_files(rank, {folder, rank_folder})
-        segments = sorted(_list_segments(rank, {folder, rank_folder}))
-        self._num_bytes = sum(file.stat().st_size for file in files) + sum(size for _, size in segments)
+        homes = _list_homes(folder, rank)
+        files = _list_pass_files(rank, homes)
+        segments = sorted(_list_segments(rank, homes))
+        self._num_bytes = sum(_count_with_entry(file.stat().st_size) for file in files)
+        self._num_bytes += sum(size for _, size in segments)
         self.had_passes = self._num_bytes > 0
         self._oldest_first: deque[_SegmentUsage] = deque()
         if retention.keep == "last":
@@ -258,6 +261,16 @@ class RankSegments:
 
     def close(self) -> None:
         self._writer.close()
+
+
+def _list_homes(folder: Path, rank: int) -> set[Path]:
+    """List the folders that passes of this rank may be in, whichever of them this recording writes to."""
+    return {choose_rank_folder(folder, rank=rank, world_size=None, in_segments=alone) for alone in (False, True)}
+
+
+def _count_with_entry(num_bytes: int) -> int:
+    """Count the bytes of a file of one pass with those of its entry in a manifest."""
+    return num_bytes + MANIFEST_BYTES_PER_FILE
 
 
 def _scan_folders(folders: set[Path]) -> Iterator["os.DirEntry[str]"]:

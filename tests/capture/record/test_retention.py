@@ -141,6 +141,38 @@ def test_a_thousand_steps_never_exceed_the_limits(keep: Any, tmp_path: Path, mon
     assert check_folder(tmp_path).is_whole
 
 
+@pytest.mark.parametrize("before", [{}, {"segment": 1500}], ids=["files before", "segments before"])
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"keep": "last"}, {"segment": 1500}, {"segment": 1500, "keep": "last"}],
+    ids=["files", "last files", "segments", "last segments"],
+)
+def test_what_an_earlier_recording_left_takes_of_the_limit(
+    settings: dict[str, Any], before: dict[str, Any], tmp_path: Path
+) -> None:
+    """Whether it wrote files or segments. The limit leaves 9 kB, and there are passes for far more."""
+
+    def count_bytes() -> int:
+        paths = [path for path in tmp_path.rglob("*") if path.suffix in (".pkl", ".seg", ".idx")]
+        entries = MANIFEST_BYTES_PER_FILE * sum(path.suffix == ".pkl" for path in paths)
+        return sum(path.stat().st_size for path in paths) + entries
+
+    def record(num_passes: int, **settings: Any) -> Recorder:
+        model = TinyModel()
+        with recording(model, tmp_path, **settings, max_queued=100) as recorder:
+            for _ in range(num_passes):
+                model(IDS_BS)
+        return recorder
+
+    record(10, **before)
+    limit = count_bytes() + 9_000
+    with pytest.warns(RuntimeWarning, match="has passes of another recording"):
+        recorder = record(60, **settings, max_bytes=limit)
+    assert count_bytes() <= limit
+    assert recorder.num_written > 3
+    assert_all_counted(recorder)
+
+
 def test_a_pass_larger_than_the_limit_gives_up_no_other(tmp_path: Path) -> None:
     model = TinyModel()
     with recording(model, tmp_path, max_bytes=6_000, keep="last") as recorder:
