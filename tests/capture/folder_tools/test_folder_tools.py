@@ -15,8 +15,10 @@ import torch
 from capture import capture_files, read_micro_batch, write_actor_config
 from capture.cli import main
 from capture.file_format.capture_file import read_call, write_call
+from capture.file_format.gradient_signature import GradientSignature
 from capture.file_format.micro_batch import Origin
-from capture.file_format.optimizer_step import ParameterSamples
+from capture.file_format.optimizer_state import StateSample
+from capture.file_format.optimizer_step import OptimizerStep, ParameterSamples, Sample
 from capture.folder_tools.convert import convert_folder
 from replay.command_line.cli import main as replay_main
 from replay.options.spec import find_sample_folder
@@ -118,6 +120,40 @@ def test_convert_keeps_what_was_computed_from_the_text_and_redact_does_not(tmp_p
         )
         assert (copy.weights, list(copy.routes)) == (expected.weights, list(expected.routes))
         assert copy.environment == call.environment
+
+
+def test_redact_keeps_of_a_step_no_number_of_a_gradient(tmp_path: Path) -> None:
+    """Moments are of gradients, and whose rows these have in the embedding are the text's tokens."""
+    name, shape = "model.embed_tokens.weight", (264, 64)
+    sample = Sample(name=name, dtype="float32", shape=shape, start=0, values=(0.625, 0.6875))
+    signature = GradientSignature(
+        name=name, shape=shape, is_part=False, norm=0.625, start=0, stride=1, values=(0.6875,)
+    )
+    known = OptimizerStep(
+        number=0,
+        passes=(3,),
+        shares=(1.0,),
+        max_norm=1.5,
+        optimizer="AdamW",
+        library="torch",
+        settings=({"lr": 0.25, "num_parameters": 1},),
+        has_state=True,
+        state_steps=(2,),
+    )
+    step = replace(
+        known,
+        gradients=ParameterSamples(samples=(sample,), num_parameters=1, num_frozen=0, is_sharded=False),
+        signatures=(signature,),
+        without_gradient=("model.norm.weight",),
+        grad_norm=0.6875,
+        is_part_of_norm=True,
+        state=(StateSample(name=name, shape=shape, start=0, values={"exp_avg": (0.625,), "exp_avg_sq": (0.6875,)}),),
+    )
+    source = _make_folder(tmp_path / "in")
+    replace(read_call(capture_files(find_sample_folder())[0]), step=step).write(source)
+    assert main(["redact", str(source), str(tmp_path / "out")]) == 0
+    [before, after] = [read_call(capture_files(folder)[0]).step for folder in (source, tmp_path / "out")]
+    assert (before, after) == (step, known)
 
 
 def test_convert_names_what_it_refuses_and_takes_the_rest(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
