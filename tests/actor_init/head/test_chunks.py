@@ -1,12 +1,14 @@
 """Log-probs in chunks are those of whole logits, without a tensor of their size; a probe says for which models."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -25,8 +27,10 @@ from actor_init.probe.head_probe import explain_whole_head, probe_head
 from actor_init.probe.packing_probe import build_small_model, make_one_document
 from actor_init.spec import ActorSpec, Compile, Head, ParallelSpec, UsageError
 from replay.command_line.cli import main as replay_main
+from tests.helpers.commands import LIMIT
 from tests.helpers.liger_on_a_cpu import liger_on_a_cpu
 from tests.helpers.sharded import SIZES
+from tests.helpers.thread_ranks import Threads
 
 T, N, H, V = 60, 53, 6, 40
 CAP = tuple(LogitStep(function=name, numbers=numbers) for name, numbers in (("div", (5,)), ("tanh", ()), ("mul", (5,))))
@@ -113,6 +117,67 @@ def test_numbers_are_those_of_whole_logits_in_fp64(
     for actual, expected in pairs:
         assert float((actual.double() - expected).detach().norm() / expected.detach().norm()) < bound
     assert [gradient.dtype for gradient in gradients] == [dtype] * 3
+
+
+class SharedVocabulary:
+    """Ranks that are threads of this process, and hold a share of the vocabulary each: the last one a smaller one."""
+
+    def __init__(self, shares: Sequence[slice]) -> None:
+        self.shares = shares
+        self._ranks = Threads(len(shares))
+
+    def run(
+        self, case: Case, form: HeadForm, rank: int, **settings: bool
+    ) -> tuple[Tensor, Tensor | None, list[Tensor]]:
+        """One rank's log-probs, entropies and gradients of hidden states, and of its shares of weight and bias."""
+        share, (whole_TH, whole_VH, whole_V) = self.shares[rank], case.leaves
+        hidden_TH, weight_VH, bias_V = leaves = [
+            leaf.detach().clone().requires_grad_() for leaf in (whole_TH, whole_VH[share], whole_V[share])
+        ]
+        request = replace(
+            case.request(**settings),
+            target_N=(case.target_N - share.start).clamp(0, share.stop - share.start - 1),
+            owned_N=(share.start <= case.target_N) & (case.target_N < share.stop),
+            max_share=max(each.stop - each.start for each in self.shares),
+            group=cast(Any, SimpleNamespace(rank=rank, size=lambda: len(self.shares))),
+        )
+        log_probs_N, entropy_N = compute_log_probs(hidden_TH, weight_VH, bias_V, form, request)
+        return log_probs_N, entropy_N, list(torch.autograd.grad(case.loss(log_probs_N, entropy_N), leaves))
+
+    def gather(self, gathered: Tensor, local: Tensor, group: Any) -> None:
+        gathered.copy_(torch.cat(self._ranks.exchange(group.rank, local.clone())))
+
+
+@pytest.mark.parametrize("steps", [(), CAP], ids=["plain", "capped"])
+@pytest.mark.parametrize("method", [method for method in METHODS if method != "Liger's"])
+def test_shares_of_the_vocabulary_give_the_numbers_of_the_whole(
+    method: str, steps: tuple[LogitStep, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each rank has all log-probs and entropies; what it has of the hidden states' gradient adds up."""
+    case, settings = Case(), dict(METHODS[method])
+    form = HeadForm(steps=steps, chunk_bytes=settings.pop("chunk_bytes"))
+    case.request(**settings)
+    vocabulary = SharedVocabulary([slice(0, 14), slice(14, 28), slice(28, V)])
+    monkeypatch.setattr("actor_init.head.chunks.dist.all_gather_into_tensor", vocabulary.gather)
+    with ThreadPoolExecutor(len(vocabulary.shares)) as threads:
+        ranks = list(
+            threads.map(partial(vocabulary.run, case, form, **settings), range(len(vocabulary.shares)), timeout=LIMIT)
+        )
+    log_probs_N, entropy_N, (hidden_TH, weight_VH, bias_V) = case.compute_in_fp64(
+        steps, with_entropies="with_entropies" in settings
+    )
+    shares = list(zip(*(gradients for _, _, gradients in ranks), strict=True))
+    pairs = [
+        (torch.stack(shares[0]).sum(dim=0), hidden_TH),
+        (torch.cat(shares[1]), weight_VH),
+        (torch.cat(shares[2]), bias_V),
+    ]
+    pairs += [(own_N, log_probs_N) for own_N, _, _ in ranks]
+    if entropy_N is not None:
+        pairs += [(cast(Tensor, own_N), entropy_N) for _, own_N, _ in ranks]
+    for actual, expected in pairs:
+        # The bound of whole logits in fp32, above.
+        assert float((actual.double() - expected).detach().norm() / expected.detach().norm()) < 2e-6
 
 
 def test_the_weight_s_gradient_is_rounded_once() -> None:
