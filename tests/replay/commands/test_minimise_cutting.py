@@ -1,5 +1,6 @@
 """A cut capture holds what the whole one held there, and of the job's numbers those that are still exact."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from actor_init.inputs.packing import prepare_inputs
 from capture.file_format.capture_file import CapturedCall, read_call
 from capture.file_format.micro_batch import CaptureError, Origin
 from capture.file_format.optimizer_step import OptimizerStep, choose_sampled_tokens
+from capture.file_format.tensor_codec import RandomStates
 from replay.commands.minimise.cutting import CaptureShape, Cut, cut_call
 from replay.verdict.recorded_pass import read_token_positions
 
@@ -88,6 +90,16 @@ def test_numbers_of_whole_passes_go_and_row_sums_stay_where_all_their_tokens_do(
     assert cut_call(call, Cut(source=0, rows=(0,), first=0, end=8)).outputs == {"output_row_sums": [-1.0]}
     assert cut_call(call, Cut(source=0, rows=(0,), first=0, end=7)).outputs == {}
     assert cut_call(call, Cut(source=0, rows=(1,), first=0, end=8)).outputs == {}
+
+
+@pytest.mark.parametrize("cut", [Cut(source=0, rows=(2, 0), first=0, end=COLUMNS), replace(WHOLE, end=8)])
+def test_a_part_does_not_claim_where_the_whole_pass_left_the_random_states(cut: Cut) -> None:
+    """It draws fewer numbers from where the whole pass began, which stays."""
+    random = RandomStates(torch={"cpu": b"before"})
+    call = call_of(random=random, random_after={"cpu": b"after"})
+    assert cut_call(call, WHOLE).random_after == {"cpu": b"after"}
+    part = cut_call(call, cut)
+    assert (part.random, part.random_after) == (random, {})
 
 
 def test_row_sums_are_added_up_anew_from_values_by_token() -> None:
