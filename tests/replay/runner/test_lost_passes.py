@@ -87,6 +87,18 @@ def test_a_pass_that_failed_after_it_ran_is_counted_once_and_has_its_window_too(
     assert (failed.window, window.num_passes_ended, window.is_incomplete) == (3, 1, not is_counted)
 
 
+@pytest.mark.parametrize("size", [1, 2, SIZE])
+def test_a_window_whose_passes_all_fail_leaves_no_gradient(size: int) -> None:
+    """Whatever the window before it held: no new backend is needed, in which trained weights would be lost."""
+    window, backend = AccumulationWindow(grad_accumulation=size), CountingBackend()
+    for index in range(size):
+        window.begin_pass(index, {}, {}, backend)  # type: ignore[arg-type]
+        window.count_pass(runs_backward=True)
+    assert not any(window.count_failed_pass(index) for index in range(size, 2 * size))
+    window.begin_pass(2 * size, {}, {}, backend)  # type: ignore[arg-type]
+    assert window.first_index == 2 * size
+
+
 def test_passes_are_grouped_by_the_windows_of_their_records() -> None:
     norms, windows = {2: 1.0, 8: 1.0}, [index // SIZE * SIZE for index in range(9) if index != 5]
     records = [record(index, grad_norm=norms.get(index)) for index in range(9) if index != 5]
