@@ -6,11 +6,12 @@ import signal
 import subprocess
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from torch.distributed import distributed_c10d
@@ -18,12 +19,12 @@ from torch.distributed import distributed_c10d
 from actor_init.world import World
 from replay.command_line.cli import main
 from replay.watch import side_channel, stacks
-from replay.watch.blame import report_failed_rank
+from replay.watch.blame import RankFailure, Sighting, report_failed_rank
 from replay.watch.progress import RankPhase, RankPosition, Tracker, read_last_position
 from replay.watch.shutdown import claim_failure
 from replay.watch.side_channel import Peers
 from replay.watch.stacks import ThreadStates, is_raised_in_collective
-from replay.watch.watcher import watch_run
+from replay.watch.watcher import Watch, watch_run
 from tests.helpers.commands import BIN, LIMIT, ROOT
 from tests.helpers.failing_inputs import folder_of
 from tests.helpers.ports import free_port
@@ -276,6 +277,50 @@ def test_a_compiler_has_five_times_as_long(world: World, tmp_path: Path, monkeyp
         for seconds in (20.0, 0.0, 0.0):
             clock.pass_by(seconds)
         assert said[0].startswith("no progress for 50 s")
+
+
+@pytest.mark.parametrize(
+    ("idle_seconds", "is_compiling", "hangs"),
+    [
+        ((200.0, 3.0, 200.0), False, False),
+        ((3.0, 200.0, 200.0), False, False),
+        ((200.0, 121.0, 500.0), False, True),
+        ((200.0, 200.0, 200.0), True, False),
+        ((700.0, 601.0, 700.0), True, True),
+    ],
+)
+@pytest.mark.parametrize("answers", [True, False])
+def test_a_run_goes_on_while_any_rank_makes_progress(
+    idle_seconds: tuple[float, ...], is_compiling: bool, hangs: bool, answers: bool
+) -> None:
+    """With --timeout 120, five times as long where one compiles. Of a rank that is silent no progress is known."""
+    first, second, third = [
+        Sighting(
+            rank=rank,
+            position=RankPosition(index=0, phase=RankPhase.FORWARD),
+            idle_seconds=seconds,
+            is_compiling=is_compiling,
+            standing_at="x.py:1 in y",
+        )
+        for rank, seconds in enumerate(idle_seconds)
+    ]
+    silent = replace(third, answers=False, idle_seconds=0.0)
+    said: list[RankFailure] = []
+    watch = SimpleNamespace(
+        world=SimpleNamespace(rank=0),
+        timeout=120.0,
+        _trouble="",
+        _dead={} if answers else {2: silent},
+        _answers={1: second} | ({2: third} if answers else {}),
+        _peers=SimpleNamespace(by_rank={1: None} | ({2: None} if answers else {})),
+        _observe_self=lambda: first,
+        _asked_at=1000.0,
+        _shutdown=SimpleNamespace(report_and_end=said.append),
+    )
+    Watch._judge(cast(Any, watch), 1000.0)
+    assert bool(said) == hangs
+    # Where the run goes on, the ranks are asked again.
+    assert (watch._asked_at is None) == (not hangs)
 
 
 def test_the_first_of_two_ranks_that_fail_at_once_is_believed(tmp_path: Path) -> None:
