@@ -81,6 +81,34 @@ def test_a_job_that_broke_off_is_not_said_to_lack_steps(
     assert "checked    all 2 passes: no remark\n" in said
 
 
+def test_what_another_recording_in_the_folder_ended_with_is_no_note(
+    tmp_path: Path, one_world: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The first job clips behind its steps, and the second one, which went on in the same folder, before them."""
+    model = make_model(tmp_path)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+
+    def run_job(*, clips_late: bool) -> None:
+        with recording(model, tmp_path / "captures", reproduce=True):
+            for batch in make_batches(2):
+                model(**batch).loss.backward()
+                for is_behind in (False, True):
+                    if is_behind == clips_late:
+                        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+                    if not is_behind:
+                        optimizer.step()
+                optimizer.zero_grad()
+
+    run_job(clips_late=True)
+    with pytest.warns(RuntimeWarning, match="has passes of another recording"):
+        run_job(clips_late=False)
+    said = {}
+    for number in (1, 2):
+        replay_captures(tmp_path, tmp_path / f"logs-{number}", *FP32, "--recording", str(number))
+        said[number] = "gradients are clipped after the step, in 2 steps" in capsys.readouterr().out
+    assert said == {1: True, 2: False}
+
+
 def make_step(number: int = 0, has_state: bool | None = False) -> OptimizerStep:
     return OptimizerStep(number=number, passes=(0,), shares=(1.0,), has_state=has_state)
 
