@@ -399,6 +399,18 @@ def test_the_rules(passes: Sequence[RecordedPass], outcome: Outcome, reason: str
     assert format_verdict(verdict)[0][1].startswith(f"{outcome} (" if outcome is Outcome.REPRODUCED else f"{outcome}: ")
 
 
+def test_no_number_of_a_pass_with_other_weights_is_told_as_open() -> None:
+    """They mean nothing, and the pass is told as open; the same number of a pass with the job's weights is told."""
+    first = make_recorded(RIGHT, num_steps_before=0)
+    for weights, names in ((OTHER, []), (SAME, [LOSS])):
+        later = make_recorded(VAGUE, forward=1, num_steps_before=1, weight_comparison=weights)
+        verdict = judge_passes(first, later)
+        assert [finding.name for finding in verdict.open] == names
+        lines = dict(format_verdict(verdict))
+        assert lines.get("not judged") == (f"{LOSS}: 1.6 in the job, 1.5 here: another objective" if names else None)
+        assert lines.get("open") == (None if names else "pass 2: other weights")
+
+
 @pytest.mark.parametrize(
     ("differing", "claim", "outcome", "outcome_before"),
     [
