@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
 from actor_init.spec import ParallelSpec, UsageError
 from replay.options.needed_tensors import check_objective_needs, find_lack
@@ -140,13 +140,15 @@ def start_processes(num_processes: int, arguments: Sequence[str]) -> int:
     # torchrun sets this variable too.
     environment = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"} | without_launcher(os.environ)
     command = [sys.executable, *arguments]
-    with _raise_signals():
+    with _raise_signals() as raiser:
         ranks = None
         try:
-            ranks = ChildGroup.start(
-                partial(start_process, command, environment | variables)
-                for variables in list_rank_variables(num_processes, store.port)
-            )
+            # A rank that has begun as a signal is raised would run on with nobody to end it.
+            with raiser.delay():
+                ranks = ChildGroup.start(
+                    partial(start_process, command, environment | variables)
+                    for variables in list_rank_variables(num_processes, store.port)
+                )
             exit_code = ranks.wait()
             assert exit_code is not None, "there is no time limit"
             ranks.end(grace=GRACE_SECONDS)
@@ -168,21 +170,41 @@ class _SignalReceived(BaseException):
         self.number = number
 
 
+class _SignalRaiser:
+    """Raises _SignalReceived on a signal; for one that comes in the block of `delay`, behind that block."""
+
+    def __init__(self) -> None:
+        self._is_delayed = False
+        self._delayed_number: int | None = None
+
+    def handle(self, number: int, frame: FrameType | None) -> None:
+        if not self._is_delayed:
+            raise _SignalReceived(number)
+        self._delayed_number = number
+
+    @contextmanager
+    def delay(self) -> Iterator[None]:
+        self._is_delayed = True
+        try:
+            yield
+        finally:
+            self._is_delayed = False
+        if self._delayed_number is not None:
+            raise _SignalReceived(self._delayed_number)
+
+
 @contextmanager
-def _raise_signals() -> Iterator[None]:
-    """Raise _Signalled on a signal that would end this process, if this is the main thread."""
-
-    def handler(number: int, frame: FrameType | None) -> NoReturn:
-        raise _SignalReceived(number)
-
+def _raise_signals() -> Iterator[_SignalRaiser]:
+    """Raise _SignalReceived on a signal that would end this process, if this is the main thread."""
+    raiser = _SignalRaiser()
     if threading.current_thread() is not threading.main_thread():
-        yield
+        yield raiser
         return
     # nohup has SIGHUP ignored, and what is ignored stays so.
     handled = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
-    before = {number: signal.signal(number, handler) for number in handled}
+    before = {number: signal.signal(number, raiser.handle) for number in handled}
     try:
-        yield
+        yield raiser
     finally:
         for number, earlier_handler in before.items():
             signal.signal(number, earlier_handler)

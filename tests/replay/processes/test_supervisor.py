@@ -129,6 +129,32 @@ def test_ranks_are_told_who_they_are_and_the_exit_code_is_that_of_the_one_that_f
     assert "['1', '1', '2', '2']" in said
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_no_rank_outlives_a_signal_that_comes_as_it_starts(tmp_path: Path, rank: int) -> None:
+    """The signal comes once the rank's process is there, and before anybody has been given it."""
+    path = tmp_path / "rank.py"
+    path.write_text(FOR_EVER)
+    lines = [
+        "import os, signal",
+        "from replay.processes import launch",
+        "started, start_process = [], launch.start_process",
+        "def start(*arguments):",
+        "    started.append(start_process(*arguments))",
+        f"    if len(started) == {rank + 1}: signal.raise_signal(signal.SIGTERM)",
+        "    return started[-1]",
+        "launch.start_process = start",
+        f"code = launch.start_processes(2, [{str(path)!r}])",
+        "left = [process for process in started if process.poll() is None]",
+        "for process in left: process.kill()",
+        "print(code, len(started), len(left), flush=True)",
+        "os._exit(0)",
+    ]
+    output = subprocess.run(
+        [sys.executable, "-c", "\n".join(lines)], cwd=ROOT, stdout=subprocess.PIPE, check=True
+    ).stdout
+    assert output.split() == [str(128 + signal.SIGTERM).encode(), b"2", b"0"]
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_goes_on_to_the_ranks(tmp_path: Path, number: signal.Signals) -> None:
     lines = [
