@@ -16,7 +16,7 @@ from torch import Tensor
 
 from capture.file_format.micro_batch import IGNORED_LABEL, LOSS_GRADIENTS, LOSS_MISFIT, LOSS_TARGETS
 from capture.record.optimizer_hooks import find_loss_scale
-from capture.record.rng_and_outputs import find_sampled_positions
+from capture.record.rng_and_outputs import find_sampled_positions, select_rows
 
 # Rounding leaves entries of one size so far apart.
 SAME_SIZE = 0.99
@@ -35,9 +35,9 @@ def watch_logits(
     The factor of a GradScaler and that of DeepSpeed's engine, `read_engine_scale()`, are taken out again, as these take
     them out of the parameters' gradients.
     """
-    rows_N, _, before_N = find_sampled_positions(ids_BS.shape[0], ids_BS.shape[1], logits_BSV.device)
+    positions_N = find_sampled_positions(ids_BS.shape[0], ids_BS.shape[1], logits_BSV.device).before_N
     # The job may let go of its logits before the backward. These few are kept until then.
-    sampled_NV = logits_BSV.detach()[rows_N, before_N]
+    sampled_NV = select_rows(logits_BSV.detach(), positions_N)
 
     def take(gradient_BSV: Tensor | None) -> None:
         nonlocal sampled_NV
@@ -46,7 +46,7 @@ def watch_logits(
             return
         gradient_BSV = gradient_BSV.detach()
         try:
-            misfit = compute_misfit(gradient_BSV[rows_N, before_N], sampled_NV)
+            misfit = compute_misfit(select_rows(gradient_BSV, positions_N), sampled_NV)
             targets = compute_targets(gradient_BSV, ids_BS)
             if (scale := find_loss_scale()) is not None:
                 targets[LOSS_GRADIENTS] = targets[LOSS_GRADIENTS] / scale.to(gradient_BSV.device, non_blocking=True)

@@ -16,7 +16,7 @@ from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from capture.file_format.optimizer_step import choose_sampled_tokens
 from capture.file_format.safe_unpickler import type_name
@@ -25,9 +25,9 @@ from capture.record.generator_marks import GeneratorSnapshot, take_generator_sna
 
 # So many logits are computed with at once on the CPU: as many as its cache holds.
 _CPU_ELEMENTS = 2**18
-# Indices of the sampled tokens of a shape on a device; at most this many shapes are remembered.
+# Positions of the sampled tokens of a shape on a device; at most this many shapes are remembered.
 _MAX_SHAPES_REMEMBERED = 64
-_indices: OrderedDict[tuple[int, int, torch.device], tuple[Tensor, ...]] = OrderedDict()
+_positions: "OrderedDict[tuple[int, int, torch.device], SampledPositions]" = OrderedDict()
 
 # Variables that change numbers. None of them holds a secret or a path.
 ENVIRONMENT_NAMES = (
@@ -91,39 +91,55 @@ def compute_token_log_probs(logits_BSV: Tensor, ids_BS: Tensor) -> Tensor | None
     """
     if logits_BSV.shape[1] < 2:
         return None
-    rows_N, columns_N, before_N = find_sampled_positions(ids_BS.shape[0], ids_BS.shape[1], logits_BSV.device)
+    positions = find_sampled_positions(ids_BS.shape[0], ids_BS.shape[1], logits_BSV.device)
     logits_BSV = logits_BSV.detach()
-    ids_N = ids_BS[rows_N, columns_N].long()
+    ids_N = ids_BS.take(positions.tokens_N).long()
     known_N = ids_N.clamp(0, logits_BSV.shape[2] - 1)
     if logits_BSV.device.type == "cpu":
         num_at_once = max(1, _CPU_ELEMENTS // logits_BSV.shape[2])
-        pieces = zip(rows_N.split(num_at_once), before_N.split(num_at_once), known_N.split(num_at_once), strict=True)
-        log_probs_N = torch.cat([_compute_log_probs(logits_BSV[rows, before], ids) for rows, before, ids in pieces])
+        pieces = zip(positions.before_N.split(num_at_once), known_N.split(num_at_once), strict=True)
+        log_probs_N = torch.cat([_compute_log_probs(select_rows(logits_BSV, before), ids) for before, ids in pieces])
     else:
-        log_probs_N = _compute_log_probs(logits_BSV[rows_N, before_N], known_N)
-    return torch.where(known_N == ids_N, log_probs_N, torch.nan)
+        log_probs_N = _compute_log_probs(select_rows(logits_BSV, positions.before_N), known_N)
+    return log_probs_N.masked_fill_(known_N != ids_N, torch.nan)
 
 
 def _compute_log_probs(logits_NV: Tensor, ids_N: Tensor) -> Tensor:
-    return -nn.functional.cross_entropy(logits_NV.float(), ids_N, reduction="none")
+    return logits_NV.float().log_softmax(dim=1).gather(1, ids_N[:, None])[:, 0]
 
 
-def find_sampled_positions(num_rows: int, num_tokens: int, device: torch.device) -> tuple[Tensor, ...]:
-    """Return the row, the column and the column before of each sampled token [N], on the device.
+def select_rows(tensor_BSV: Tensor, positions_N: Tensor) -> Tensor:
+    """Return a copy [N, V] of the rows at these positions, which count through [B, S].
 
-    The logits at the column before predict the token.
+    Of a contiguous tensor whole rows are copied, which takes a device a quarter of the time of an index by two tensors.
+    Otherwise the tensor must not be flattened: that would copy all of it.
     """
+    if tensor_BSV.is_contiguous():
+        return tensor_BSV.flatten(0, 1).index_select(0, positions_N)
+    num_tokens = tensor_BSV.shape[1]
+    return tensor_BSV[positions_N // num_tokens, positions_N % num_tokens]
+
+
+class SampledPositions(NamedTuple):
+    """Where the sampled tokens are, and the tokens before them, whose logits predict them: positions in [B, S], [N]."""
+
+    tokens_N: Tensor
+    before_N: Tensor
+
+
+def find_sampled_positions(num_rows: int, num_tokens: int, device: torch.device) -> SampledPositions:
+    """Find the sampled tokens of a shape, as tensors on the device."""
     key = num_rows, num_tokens, device
-    if key not in _indices:
-        positions = [(row, column, column - 1) for row, column in choose_sampled_tokens(num_rows, num_tokens)]
-        indices = torch.tensor(positions, device="cpu").T.contiguous()
+    if key not in _positions:
+        tokens = [row * num_tokens + column for row, column in choose_sampled_tokens(num_rows, num_tokens)]
+        positions = torch.tensor([tokens, [token - 1 for token in tokens]], device="cpu")
         # A copy from pinned memory does not wait for the device.
         if device.type == "cuda":
-            indices = indices.pin_memory().to(device, non_blocking=True)
-        _indices[key] = indices.to(device).unbind()
-        if len(_indices) > _MAX_SHAPES_REMEMBERED:
-            _indices.popitem(last=False)
-    return _indices[key]
+            positions = positions.pin_memory().to(device, non_blocking=True)
+        _positions[key] = SampledPositions(*positions.to(device).unbind())
+        if len(_positions) > _MAX_SHAPES_REMEMBERED:
+            _positions.popitem(last=False)
+    return _positions[key]
 
 
 class RandomSnapshot(NamedTuple):

@@ -907,8 +907,18 @@ def test_a_model_and_its_optimizer_that_the_job_lets_go_are_freed(tmp_path: Path
         assert [reference() for reference in held] == [None, None]
 
 
-def test_log_probs_of_tokens_are_those_of_the_logits(tmp_path: Path) -> None:
-    model = Model().to(torch.bfloat16)
+class SlicedLogits(Model):
+    """Returns logits that lie in memory with gaps between the rows."""
+
+    def forward(self, input_ids: Tensor, scale: float = 1.0) -> dict[str, Tensor]:
+        outputs = super().forward(input_ids, scale)
+        logits_BSV = outputs["logits"]
+        return outputs | {"logits": torch.cat((logits_BSV, -logits_BSV), dim=1)[:, : logits_BSV.shape[1]]}
+
+
+@pytest.mark.parametrize("model_class", [Model, SlicedLogits])
+def test_log_probs_of_tokens_are_those_of_the_logits(model_class: type[Model], tmp_path: Path) -> None:
+    model = model_class().to(torch.bfloat16)
     with recording(model, tmp_path, reproduce=True):
         logits_BSV = model(IDS_BS)["logits"]
     [call] = read_calls(tmp_path)
@@ -919,6 +929,7 @@ def test_log_probs_of_tokens_are_those_of_the_logits(tmp_path: Path) -> None:
     ]
     assert len(expected) == 6
     assert call.outputs["token_log_probs"] == pytest.approx(expected, rel=1e-6)
+    assert logits_BSV.is_contiguous() == (model_class is Model)
     assert (call.outputs["logits_dtype"], call.outputs["loss_dtype"]) == ("bfloat16", "bfloat16")
 
 
