@@ -98,8 +98,9 @@ class Job:
             }
 
     def _drawn(self, given: argparse.Namespace, vocabulary: int) -> Iterator[dict[str, Tensor]]:
-        for _ in range(given.num_batches):
-            ids_BS = torch.randint(vocabulary, (1, given.tokens), device=self.device)
+        for number in range(given.num_batches):
+            num_tokens = given.tokens[number % len(given.tokens)]
+            ids_BS = torch.randint(vocabulary, (given.rows, num_tokens), device=self.device)
             yield {"input_ids": ids_BS, "attention_mask": torch.ones_like(ids_BS), "labels": ids_BS.clone()}
 
     def step(self, number: int, recorder: Recorder | None) -> float:
@@ -197,7 +198,8 @@ def main() -> int:
     parser.add_argument("--model", help="a preset, model folder or config.json. Default: the config beside the inputs")
     parser.add_argument("--num-layers", type=int)
     parser.add_argument("--num-batches", type=int, default=8, help="micro-batches to alternate between")
-    parser.add_argument("--tokens", type=int, help="draw micro-batches of one row of so many tokens instead")
+    parser.add_argument("--tokens", type=int, nargs="+", help="draw micro-batches of so many tokens a row, in turn")
+    parser.add_argument("--rows", type=int, default=1, help="of a micro-batch that is drawn")
     parser.add_argument("--read-loss", choices=("forward", "step"), help="a job that reads its loss after either")
     parser.add_argument("--block", type=int, default=48, help="steps of one kind in a row, with --read-loss")
     parser.add_argument("--sharded", choices=[name for name in JOBS if name], help="over the ranks of torchrun")
