@@ -153,8 +153,9 @@ def test_a_segment_that_is_cut_anywhere_in_a_pass_loses_that_pass_alone(segment_
         assert (torn.num_passes, torn.end, torn.num_torn_bytes) == (5, before.end, end - before.end)
         assert (torn.gaps, torn.num_cut_off) == ([], 0)
     # A host that went down may have written the length of the file and not the bytes.
-    segment_path.write_bytes(data[: before.end + RECORD_BYTES] + bytes(last.num_bytes))
-    assert (Segment.open(segment_path).num_passes, Segment.open(segment_path).end) == (5, before.end)
+    for behind in (b"", b"a part of the next record"):
+        segment_path.write_bytes(data[: before.end + RECORD_BYTES] + bytes(last.num_bytes) + behind)
+        assert (Segment.open(segment_path).num_passes, Segment.open(segment_path).end) == (5, before.end)
     segment_path.write_bytes(data)
     assert Segment.open(segment_path).num_passes == 6
 

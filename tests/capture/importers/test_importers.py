@@ -93,7 +93,7 @@ def write_slime_ranks(path: Path) -> Path:
         for position, number in ((3, 0), (5, 1), (8, 2))
     ]
     shards = [
-        {"rank": 0, "data_parallel_rank": 0, "partition": [8, 3], "micro_batch_indices": [[0], [1]]},
+        {"rank": 0, "data_parallel_rank": 0, "partition": [8, 3], "micro_batch_indices": [[0], [1]], "seed": 3},
         {"rank": 4, "data_parallel_rank": 1, "partition": [5], "micro_batch_indices": [[0]]},
     ]
     whole = {"format_version": 2, "rollout_id": STEP, "rank": 0, "samples": samples, "dp_shards": shards}
@@ -208,6 +208,13 @@ def test_slime_samples_go_back_to_their_ranks_in_order(tmp_path: Path) -> None:
     batches = convert("slime, all", tmp_path)
     assert [(batch.origin.rank, batch.origin.step) for batch in batches] == [(0, 0), (0, 1), (4, 0)]
     assert [select_actions(batch) for batch in batches] == [[[33, 35]], [[13, 14, 15]], [[24, 25]]]
+    of_samples = {"metadata", "rollout_routed_experts", "sample_index"}
+    # What belongs to no sample is named too: of the whole dump, and of the rank.
+    assert [set(batch.left_out) - of_samples for batch in batches] == [
+        {"raw_reward", "seed"},
+        {"raw_reward", "seed"},
+        {"raw_reward"},
+    ]
 
 
 def test_a_slime_rollout_counts_every_token_of_a_response(tmp_path: Path) -> None:

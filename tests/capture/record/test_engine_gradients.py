@@ -8,7 +8,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from capture.record.engine_gradients import EngineGradients
+from capture.record.engine_gradients import EngineGradients, read_engine_loss_scale
 from capture.record.parameter_sampler import ParameterSlot
 
 
@@ -20,6 +20,54 @@ def test_a_norm_on_the_host_moves_to_no_device(monkeypatch: pytest.MonkeyPatch) 
     assert engine.undo_clipping(torch.ones(2, device="meta")).is_meta
     assert engine.undo_clipping(torch.ones(2)).tolist() == pytest.approx([8.0, 8.0], rel=1e-5)
     assert engine.can_undo_clipping
+
+
+@pytest.mark.parametrize(
+    ("scale", "more", "expected"),
+    [(None, {}, 4.0), (8.0, {}, 4.0), (8.0, {"fp32_groups": []}, 0.5), (None, {"fp32_groups": []}, 4.0)],
+)
+def test_a_loss_scale_is_taken_out_of_the_norm_where_the_engine_leaves_it_in(
+    scale: float | None, more: dict[str, Any], expected: float
+) -> None:
+    """DeepSpeed's unfused optimizer, which has a copy of each parameter, is the only one that does."""
+    config = SimpleNamespace(**({} if scale is None else {"cur_scale": scale}))
+    for norm in (4.0, torch.tensor(4.0), torch.tensor([4.0])):
+        wrapper = SimpleNamespace(_global_grad_norm=norm, loss_scale_config=config, clip_grad=1.0, **more)
+        engine = EngineGradients(wrapper=wrapper, partitions=[torch.ones(2)])
+        assert engine.grad_norm == expected
+        # What was not clipped is not undone.
+        assert engine.undo_clipping(torch.ones(2)).tolist() == pytest.approx([max(1.0, expected)] * 2, rel=1e-5)
+
+
+@pytest.mark.parametrize(("limit", "expected"), [(0.5, 0.5), (2, 2.0), (0.0, None), (-1.0, None), (None, None)])
+def test_a_limit_of_0_is_none(limit: float | None, expected: float | None) -> None:
+    engine = EngineGradients(wrapper=SimpleNamespace(clip_grad=limit, _global_grad_norm=4.0), partitions=[])
+    assert engine.max_norm == expected
+    assert engine.undo_clipping(torch.ones(1)).tolist() == pytest.approx([4.0 / expected if expected else 1.0])
+    assert EngineGradients(wrapper=SimpleNamespace(), partitions=[]).grad_norm is None
+
+
+@pytest.mark.parametrize(
+    ("wrapper", "scale"),
+    [
+        ({"loss_scale": 128.0}, 128.0),
+        ({"loss_scale": 0}, 1.0),
+        ({}, 1.0),
+        # Of stage 0 the config has it, and the attribute is none of a scale.
+        ({"loss_scale_config": SimpleNamespace(cur_scale=512.0), "loss_scale": 128.0}, 512.0),
+        ({"loss_scale_config": SimpleNamespace()}, 1.0),
+    ],
+)
+def test_the_engines_loss_scale_is_where_its_optimizer_keeps_it(wrapper: dict[str, Any], scale: float) -> None:
+    model = torch.nn.Linear(2, 2)
+    assert read_engine_loss_scale(model) == 1.0
+    vars(model)["optimizer"] = SimpleNamespace(**wrapper)
+    assert read_engine_loss_scale(model) == scale
+    # Of a model inside an engine, the parameters have the engine's optimizer.
+    inside = torch.nn.Linear(2, 2)
+    vars(inside.weight)["_z3_optimizer" if scale > 200 else "_zero_optimizer"] = SimpleNamespace(**wrapper)
+    assert read_engine_loss_scale(inside) == scale
+    assert read_engine_loss_scale(None) == 1.0
 
 
 WHOLE = torch.arange(12.0)

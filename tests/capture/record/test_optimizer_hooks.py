@@ -8,6 +8,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,7 +25,15 @@ from capture import capture_files, recording
 from capture.file_format.capture_file import CapturedCall, read_call
 from capture.file_format.end_record import read_end_records
 from capture.file_format.gradient_signature import MAX_SIGNATURE_ELEMENTS, GradientSignature
-from capture.file_format.optimizer_step import OptimizerStep, Sample, choose_sampled_tokens, merge_steps, parse_numbers
+from capture.file_format.optimizer_state import StateSample
+from capture.file_format.optimizer_step import (
+    OptimizerStep,
+    ParameterSamples,
+    Sample,
+    choose_sampled_tokens,
+    merge_steps,
+    parse_numbers,
+)
 from capture.folder_tools.redact import TokenRedaction, redact_folder
 from capture.record import optimizer_hooks
 from capture.record.optimizer_hooks import OptimizerHooks, RunningStepHook
@@ -709,6 +718,9 @@ def test_steps_without_a_forward_of_the_recorded_model_are_counted(tmp_path: Pat
         (("step", "measure"), 0),
         # Another optimizer's gradients are clipped before its own step.
         (("step", "clip_other", "step_other"), 0),
+        # By value the gradients were clipped before the step, and by norm after it.
+        (("clip_value", "step", "clip"), 0),
+        (("measure", "step", "clip"), 0),
     ],
 )
 def test_steps_whose_gradients_are_clipped_after_them_are_counted(
@@ -723,6 +735,7 @@ def test_steps_whose_gradients_are_clipped_after_them_are_counted(
         "zero_grad": optimizer.zero_grad,
         "clip": lambda: nn.utils.clip_grad_norm_(model.layers.parameters(), 0.1),
         "clip_other": lambda: nn.utils.clip_grad_norm_(model.embedding.parameters(), 0.1),
+        "clip_value": lambda: nn.utils.clip_grad_value_(model.layers.parameters(), 0.1),
         "measure": lambda: nn.utils.clip_grad_norm_(model.layers.parameters(), math.inf),
     }
     with recording(model, tmp_path, reproduce=True):
@@ -816,6 +829,27 @@ def test_passes_that_are_not_kept_count(tmp_path: Path) -> None:
     assert [call.optimizer_step for call in found] == [0, 2]
     assert [(step.number, step.passes) for step in read_steps(tmp_path)] == [(0, (0, 1)), (2, (4, 5))]
     assert [len(call.weights.samples) for call in found if call.weights] == [9, 9]
+
+
+@pytest.mark.parametrize("holds_passes", [True, False])
+def test_a_step_is_in_the_last_training_pass_before_it_that_is_not_written_yet(
+    holds_passes: bool, tmp_path: Path
+) -> None:
+    """Without a flight recorder the training pass is written when the rollout behind it begins."""
+    model = Model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with recording(model, tmp_path, reproduce=True, flight_recorder=9 if holds_passes else None) as recorder:
+        for _ in range(2):
+            compute_loss(model).backward()
+            with torch.no_grad():
+                model(IDS_BS)
+            optimizer.step()
+            optimizer.zero_grad()
+        recorder.note(loss=math.nan)
+    calls = read_calls(tmp_path)
+    assert [(call.trains, call.optimizer_step) for call in calls] == [(True, 0), (False, 0), (True, 1), (False, 1)]
+    passes = [None if call.step is None else call.step.passes for call in calls]
+    assert passes == ([(0,), None, (2,), None] if holds_passes else [None, (0,), None, (2,)])
 
 
 def test_the_rings_passes_have_their_steps(tmp_path: Path) -> None:
@@ -1034,6 +1068,107 @@ def test_of_a_norm_that_is_left_in_parts_the_ranks_squares_add_up(
     assert own is not None
     assert is_part == (expected is not None)
     assert own.item() == pytest.approx(expected or 3.0)
+
+
+# What two parts of a step say of one thing, and what the step has then. The first part's word counts before the
+# second's, what either did was done, and what one of them does not know is not known.
+MERGED: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = [
+    ({"unapplied_norm": 1.0}, {"unapplied_norm": 2.0}, {"unapplied_norm": 1.0}),
+    ({}, {"unapplied_norm": 2.0}, {"unapplied_norm": 2.0}),
+    # Norm, limit and number are of one clipping.
+    ({"grad_norm": 3.0}, {"grad_norm": 4.0, "max_norm": 1.0, "num_clipped": 2}, {"grad_norm": 3.0}),
+    ({"max_norm": 1.0}, {"grad_norm": 4.0, "is_part_of_norm": True}, {"max_norm": 1.0}),
+    (
+        {},
+        {"grad_norm": 4.0, "is_part_of_norm": True, "max_norm": 1.0, "num_clipped": 2},
+        {"grad_norm": 4.0, "is_part_of_norm": True, "max_norm": 1.0, "num_clipped": 2},
+    ),
+    ({"is_unclipped": False}, {}, {"is_unclipped": False}),
+    ({}, {"is_unclipped": False}, {"is_unclipped": False}),
+    ({"clips_early": True}, {}, {"clips_early": True}),
+    ({}, {"clips_early": True}, {"clips_early": True}),
+    ({"clips_otherwise": True}, {}, {"clips_otherwise": True}),
+    ({}, {"clips_otherwise": True}, {"clips_otherwise": True}),
+    ({"clippings": ((2.0, 1.0),)}, {"clippings": ((2.0, 1.0),)}, {"clippings": ((2.0, 1.0),)}),
+    ({"clippings": ((2.0, 1.0),)}, {"clippings": ((2.0, 0.5),)}, {}),
+    ({"clippings": ((2.0, 1.0),)}, {}, {}),
+    ({"without_gradient": ("b", "a")}, {"without_gradient": ("c", "b")}, {"without_gradient": ("b", "a", "c")}),
+    ({"num_schedule_steps": 1}, {"num_schedule_steps": 2}, {"num_schedule_steps": 2}),
+    ({"num_schedule_steps": 2}, {"num_schedule_steps": 1}, {"num_schedule_steps": 2}),
+    ({"schedule_count": 0}, {"schedule_count": 7}, {"schedule_count": 0}),
+    ({}, {"schedule_count": 7}, {"schedule_count": 7}),
+    ({"state_steps": (3, 5)}, {"state_steps": (1, 3)}, {"state_steps": (1, 3, 5)}),
+    ({"optimizer": "A"}, {"optimizer": "A"}, {"optimizer": "A"}),
+    ({"optimizer": "A"}, {"optimizer": "B"}, {"optimizer": "A, B"}),
+    ({"optimizer": "A, B"}, {"optimizer": "B"}, {"optimizer": "A, B"}),
+    ({}, {"optimizer": "B"}, {"optimizer": "B"}),
+    # Equal groups of one optimizer are one; those of two are told apart, also where their classes have one name.
+    (
+        {"optimizer": "A", "library": "x", "settings": ({"num_parameters": 2, "parameters": "0-1"},)},
+        {"optimizer": "A", "library": "x", "settings": ({"num_parameters": 1, "parameters": "5"},)},
+        {"optimizer": "A", "library": "x", "settings": ({"num_parameters": 3, "parameters": "0-1,5"},)},
+    ),
+    (
+        {"optimizer": "A", "library": "x", "settings": ({"num_parameters": 2, "parameters": "0-1"},)},
+        {"optimizer": "A", "library": "x", "settings": ({"num_parameters": 1},)},
+        {"optimizer": "A", "library": "x", "settings": ({"num_parameters": 3},)},
+    ),
+    (
+        {"optimizer": "A", "library": "x", "settings": ({"num_parameters": 2},)},
+        {"optimizer": "A", "library": "y", "settings": ({"num_parameters": 1},)},
+        {
+            "optimizer": "A",
+            "library": "x",
+            "settings": (
+                {"optimizer": "A", "library": "x", "num_parameters": 2},
+                {"optimizer": "A", "library": "y", "num_parameters": 1},
+            ),
+        },
+    ),
+]
+
+
+@pytest.mark.parametrize(("first", "second", "expected"), MERGED)
+def test_of_two_parts_of_a_step_each_value_is_kept_as_it_should_be(
+    first: dict[str, Any], second: dict[str, Any], expected: dict[str, Any]
+) -> None:
+    known: dict[str, Any] = {"number": 3, "passes": (5,), "shares": (1.0,)}
+    assert merge_steps(OptimizerStep(**known, **first), OptimizerStep(**known, **second)) == OptimizerStep(
+        **known, **expected
+    )
+
+
+def test_the_samples_of_two_parts_of_a_step_are_those_of_both_and_the_firsts_count() -> None:
+    def make_part(values: dict[str, float], norms: dict[str, float], state: dict[str, float]) -> OptimizerStep:
+        samples = tuple(
+            Sample(name=name, dtype="float32", shape=(4,), start=0, values=(value,)) for name, value in values.items()
+        )
+        return OptimizerStep(
+            number=3,
+            passes=(5,),
+            shares=(1.0,),
+            gradients=ParameterSamples(samples=samples, num_parameters=4, num_frozen=0, is_sharded=False),
+            signatures=[
+                GradientSignature(name=name, shape=(4,), is_part=False, norm=norm, start=0, stride=1, values=())
+                for name, norm in norms.items()
+            ],
+            state=[
+                StateSample(name=name, shape=(4,), start=0, values={"exp_avg": (value,)})
+                for name, value in state.items()
+            ],
+        )
+
+    both = merge_steps(
+        make_part({"a": 1.0, "b": 2.0}, {"a": 10.0, "b": 20.0}, {"a": 100.0}),
+        make_part({"b": 3.0, "c": 4.0}, {"b": 30.0, "c": 40.0}, {"c": 400.0}),
+    )
+    assert both.gradients is not None
+    assert {sample.name: sample.values for sample in both.gradients.samples} == {"a": (1.0,), "b": (2.0,), "c": (4.0,)}
+    assert {signature.name: signature.norm for signature in both.signatures} == {"a": 10.0, "b": 20.0, "c": 40.0}
+    assert {sample.name: sample.values["exp_avg"] for sample in both.state} == {"a": (100.0,), "c": (400.0,)}
+    first = make_part({"a": 1.0}, {}, {})
+    for parts in ((replace(first, gradients=None), first), (first, replace(first, gradients=None))):
+        assert merge_steps(*parts).gradients == first.gradients
 
 
 def test_two_parts_of_a_step_are_one() -> None:

@@ -1,0 +1,183 @@
+"""What the black box writes of what a recording tells it, with a recording that holds nothing."""
+
+import math
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import capture.black_box.flight_recorder
+from capture.black_box.black_box import MAX_INCIDENTS_PER_KIND, MAX_SIGNALS_PER_KIND, BlackBox
+from capture.black_box.incidents import Incident, read_incidents
+from capture.black_box.position_page import LastPosition, read_position
+from capture.black_box.signal_handlers import SignalReport
+from capture.record.observer import JobPosition
+from capture.record.retention import check_retention
+
+
+class Held:
+    """A recording in whose memory nothing is held, and whose writer does at once what it is given."""
+
+    rank, world_size, opened = 0, 2, "2026-03-02T09:00:00.000000+00:00"
+
+    def __init__(self, folder: Path) -> None:
+        self.position = JobPosition()
+        self.rank_and_folder = 0, folder
+        self.files: list[Path] = []
+        self.num_commits = 0
+
+    def flush(self, *, max_seconds: float) -> bool:
+        return True
+
+    def run_in_writer(self, action: Callable[[], None]) -> None:
+        action()
+
+    def write_held(self) -> list[Path]:
+        files, self.files = self.files, []
+        return files
+
+    def commit(self) -> None:
+        self.num_commits += 1
+
+
+@pytest.fixture
+def recording(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Held:
+    for name in ("run", "shm"):
+        (tmp_path / name).mkdir()
+    monkeypatch.setattr(capture.black_box.flight_recorder, "SHARED_MEMORY", tmp_path / "shm")
+    return Held(tmp_path / "run")
+
+
+@pytest.fixture
+def box(recording: Held) -> Iterator[BlackBox]:
+    box = BlackBox(recording.rank_and_folder[1], check_retention(flight_recorder=2))
+    box.on_open(recording)
+    yield box
+    box.on_end(failed=False)
+    box.on_close()
+
+
+def list_incidents(recording: Held) -> list[Incident]:
+    return [incident for record in read_incidents(recording.rank_and_folder[1]) for incident in record.incidents]
+
+
+def test_a_copy_that_was_lost_is_told_with_the_next_incident_alone(box: BlackBox, recording: Held) -> None:
+    box.on_lost_copy()
+    box.on_lost_copy()
+    for forward in range(2):
+        box.on_outputs(forward, {"loss": math.nan})
+    box.on_lost_copy()
+    box.on_outputs(2, {"grad_norm": math.inf})
+    assert [incident.num_not_copied for incident in list_incidents(recording)] == [2, 0, 1]
+
+
+def test_each_incident_names_the_files_that_were_written_for_it_and_they_are_committed(
+    box: BlackBox, recording: Held
+) -> None:
+    recording.files = [Path("a.pkl"), Path("b.pkl")]
+    box.on_outputs(4, {"loss": -math.inf})
+    box.on_outputs(5, {"loss": math.nan})
+    first, second = list_incidents(recording)
+    assert (first.files, first.forward, first.message) == (["a.pkl", "b.pkl"], 4, "loss is -inf")
+    assert (second.files, second.forward, second.message) == ([], 5, "loss is nan")
+    assert recording.num_commits == 2
+
+
+def test_a_number_that_is_told_again_is_one_incident_and_another_number_of_the_pass_is_another(
+    box: BlackBox, recording: Held
+) -> None:
+    told: list[tuple[int, dict[str, Any]]] = [
+        (3, {"loss": math.nan}),
+        (3, {"loss": math.nan}),
+        (3, {"grad_norm": math.nan}),
+        (4, {"loss": 1.0, "grad_norm": 0.0}),
+        (4, {"noted_loss": math.inf, "log_probs_row_sums": [math.nan]}),
+        (5, {"loss": math.nan, "grad_norm": math.nan}),
+    ]
+    for forward, outputs in told:
+        box.on_outputs(forward, outputs)
+    assert [(incident.forward, incident.where) for incident in list_incidents(recording)] == [
+        (3, "loss"),
+        (3, "grad_norm"),
+        (4, "loss"),
+        (5, "loss"),
+        (5, "grad_norm"),
+    ]
+
+
+def test_each_kind_of_incident_has_a_limit_of_its_own(box: BlackBox, recording: Held) -> None:
+    num_signals = MAX_SIGNALS_PER_KIND + 3
+    for forward in range(MAX_INCIDENTS_PER_KIND + 2):
+        box.on_outputs(forward, {"loss": math.nan})
+    box.on_outputs(99, {"grad_norm": math.nan})
+    for _ in range(num_signals):
+        box.on_signal(signal.SIGUSR1, SignalReport())
+    kinds = [(incident.what, incident.where) for incident in list_incidents(recording)]
+    assert kinds.count(("not finite", "loss")) == MAX_INCIDENTS_PER_KIND
+    assert kinds.count(("not finite", "grad_norm")) == 1
+    assert kinds.count(("signal", "SIGUSR1")) == MAX_SIGNALS_PER_KIND
+    # Those that were not written are counted, of all kinds together; the end of the recording writes the count.
+    box.on_end(failed=False)
+    [record] = read_incidents(recording.rank_and_folder[1])
+    assert record.num_others == 2 + 3
+
+
+def test_the_end_of_a_process_that_was_asked_for_is_no_incident(box: BlackBox, recording: Held) -> None:
+    box.on_error(SystemExit(3), "loop")
+    box.handles_signals = True
+    # Its signal was reported.
+    box.on_error(KeyboardInterrupt(), "loop")
+    assert list_incidents(recording) == []
+    box.handles_signals = False
+    box.on_error(KeyboardInterrupt(), "loop")
+    error = ValueError("broken")
+    for where in ("forward", "loop"):
+        box.on_error(error, where)
+    assert [(incident.what, incident.where, incident.message) for incident in list_incidents(recording)] == [
+        ("exception", "loop", "KeyboardInterrupt: "),
+        ("exception", "forward", "ValueError: broken"),
+    ]
+
+
+def read_page(tmp_path: Path) -> LastPosition:
+    [directory] = (tmp_path / "shm").iterdir()
+    position = read_position(directory)
+    assert position is not None
+    return position
+
+
+def test_the_position_outlives_the_process_and_says_whether_its_end_was_reported(
+    box: BlackBox, recording: Held, tmp_path: Path
+) -> None:
+    page = read_page(tmp_path)
+    assert (page.forward, page.last_backward, page.phase) == (None, None, "before any forward")
+    assert (page.rank, page.world_size, page.opened, page.was_reported) == (0, 2, Held.opened, False)
+    recording.position = JobPosition(forward=3, last_backward=2, phase="in forward")
+    box.on_position_change()
+    page = read_page(tmp_path)
+    assert (page.forward, page.last_backward, page.phase) == (3, 2, "in forward")
+    # The job goes on after a number that is not finite, and after SIGUSR1.
+    box.on_outputs(3, {"loss": math.nan})
+    box.on_signal(signal.SIGUSR1, SignalReport())
+    assert not read_page(tmp_path).was_reported
+    box.on_error(ValueError("broken"), "loop")
+    assert read_page(tmp_path).was_reported
+    recording.position.phase = "after forward"
+    box.on_position_change()
+    assert read_page(tmp_path).was_reported
+    # The job has gone on all the same: what ends it now is something else.
+    recording.position.phase, recording.position.forward = "in forward", 4
+    box.on_position_change()
+    assert not read_page(tmp_path).was_reported
+    box.on_signal(signal.SIGTERM, SignalReport())
+    assert read_page(tmp_path).was_reported
+    box.on_end(failed=False)
+    assert list((tmp_path / "shm").iterdir()) == []
+    assert [(incident.what, incident.forward) for incident in list_incidents(recording)] == [
+        ("not finite", 3),
+        ("signal", 3),
+        ("exception", 3),
+        ("signal", 4),
+    ]
