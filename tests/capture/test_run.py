@@ -355,8 +355,9 @@ def test_ranks_that_the_script_starts_itself_are_recorded(way: str, tmp_path: Pa
 def test_ranks_of_which_nothing_is_there_are_said_at_the_end_and_by_check(tmp_path: Path) -> None:
     done = capture_run(tmp_path, "Tiny()(ids)", "--to", "kept", "job.py", RANK="0", WORLD_SIZE="4")
     assert "has nothing of ranks 1 to 3 of the job's 4" in done.stderr
-    checked = capture_run(tmp_path, "", "--to", "kept", "--ranks", "0", "job.py", RANK="0", WORLD_SIZE="4")
-    assert "has nothing of" not in checked.stderr
+    alone = capture_run(tmp_path, "Tiny()(ids)", "--to", "kept", "--ranks", "0", "job.py", RANK="0", WORLD_SIZE="4")
+    assert "capture: 1 pass of Tiny, in" in alone.stderr
+    assert "has nothing of" not in alone.stderr
     for command in (["capture", "check"], ["replay", "inspect"]):
         done = subprocess.run(
             [str(warm_bin() / "python"), "-m", *command, str(tmp_path / "kept")],

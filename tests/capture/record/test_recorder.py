@@ -408,6 +408,43 @@ def test_a_model_that_was_never_called_is_worth_a_warning(tmp_path: Path) -> Non
         model.forward(IDS_BS)
 
 
+@pytest.mark.parametrize(
+    ("rank", "settings", "others", "said"),
+    [
+        (0, {}, [], "ranks 1 to 3"),
+        (0, {}, ["actor_inputs_rank2_x.pkl"], "ranks 1, 3"),
+        (0, {}, ["rank1", "rank2", "rank3"], None),
+        # Another rank's file that is not whole yet is no sign of it.
+        (0, {}, ["rank1", "rank2", ".end_rank3_x.json.tmp"], "rank 3"),
+        (0, {"ranks": "0,2"}, [], "rank 2"),
+        (0, {"ranks": "0,2"}, ["rank2"], None),
+        (0, {"ranks": 0}, [], None),
+        # One rank says it, and only where it has recorded something itself.
+        (1, {}, [], None),
+        (0, {"passes": "rollout"}, [], None),
+    ],
+)
+def test_rank_0_says_at_the_end_which_ranks_should_have_recorded_and_have_left_nothing(
+    rank: int,
+    settings: dict[str, Any],
+    others: list[str],
+    said: str | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caught: list[warnings.WarningMessage],
+) -> None:
+    monkeypatch.setattr(capture.record.recorder, "read_rank_and_world_size", lambda: (rank, 4))
+    monkeypatch.setattr(capture.record.recorder, "MAX_SECONDS_FOR_OTHER_RANKS", 0.0)
+    for name in others:
+        (tmp_path / name).touch()
+    model = TinyModel()
+    with recording(model, tmp_path, **settings):
+        model(IDS_BS)
+    messages = [str(warning.message) for warning in caught]
+    assert len(messages) == (said is not None)
+    assert said is None or f"{tmp_path} has nothing of {said} of the job's 4. " in messages[0]
+
+
 @pytest.mark.parametrize(("arguments", "error"), [((TinyModel.forward,), TypeError), ((TinyModel(), 0), ValueError)])
 def test_nonsense_is_refused_at_once(arguments: Any, error: type[Exception], tmp_path: Path) -> None:
     model, *max_queued = arguments
