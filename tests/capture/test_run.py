@@ -10,9 +10,11 @@ import subprocess
 import sys
 import textwrap
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -23,6 +25,8 @@ from capture import capture_files, read_micro_batch, recording
 from capture.child_processes import record_children
 from capture.cli import _parser, main
 from capture.module_search import ModuleSearch, TrainedLanguageModel, has_class_name
+from capture.record.recorder import Recorder
+from capture.run import ModelSearch, RecordingOrder
 from replay.processes.launch import without_launcher
 from tests.helpers.causal_lms import IDS_BS, Outer, Tiny, lm
 from tests.warm import warm_bin
@@ -424,6 +428,113 @@ def test_what_would_be_kept_of_a_model_with_names_of_its_own_is_said(
     done = capture_run(tmp_path, OWN_MODEL, *typed, "job.py")
     assert done.returncode == 0
     assert says in done.stderr
+
+
+class Own(nn.Module):
+    """Has arguments of other names than a causal LM's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(16, 4)
+
+    def forward(self, idx: Tensor, targets: Tensor | None = None, kinds: Tensor | None = None) -> Tensor:
+        embedded: Tensor = self.embedding(idx)
+        return embedded
+
+
+ROWS_BS = torch.tensor([[1, 2, 3, 4], [5, 6, 7, 8]])
+
+
+@pytest.mark.parametrize(
+    ("others", "suggestion"),
+    [
+        ({}, "idx=input_ids"),
+        ({"targets": ROWS_BS}, "idx=input_ids,targets=labels"),
+        # What stands at the last token is of no token of the row.
+        ({"targets": torch.tensor([[2, 3, 4, 9], [6, 7, 8, 9]])}, "idx=input_ids,targets=shift_labels"),
+        ({"targets": torch.tensor([[9, 1, 2, 3], [9, 5, 6, 7]])}, "idx=input_ids,targets=labels"),
+        ({"targets": torch.tensor([[2, 3, 4, 9], [6, 7, 9, 9]])}, "idx=input_ids,targets=labels"),
+        ({"targets": ROWS_BS[:, :2]}, "idx=input_ids"),
+        ({"targets": ROWS_BS[:, :2], "kinds": ROWS_BS}, "idx=input_ids,kinds=labels"),
+        ({"targets": ROWS_BS.float(), "kinds": ROWS_BS}, "idx=input_ids,kinds=labels"),
+        ({"targets": ROWS_BS[0]}, "idx=input_ids"),
+    ],
+)
+def test_which_arguments_of_other_names_may_be_ids_and_labels_is_told_by_their_shapes_and_values(
+    others: dict[str, Tensor], suggestion: str
+) -> None:
+    language_model = TrainedLanguageModel()
+    assert search_in(lambda: Own()(ROWS_BS, **others), language_model) == []
+    assert language_model.unnamed_tokens is not None
+    assert language_model.unnamed_tokens.suggestion == suggestion
+    rows = {name: tensor for name, tensor in others.items() if tensor.ndim == 2 and not tensor.is_floating_point()}
+    assert language_model.unnamed_tokens.arguments == {
+        name: f"int64 {list(tensor.shape)}" for name, tensor in {"idx": ROWS_BS, **rows}.items()
+    }
+
+
+def test_a_module_is_no_model_of_other_names_unless_it_is_trained_on_rows_of_integers() -> None:
+    def judge() -> None:
+        with torch.no_grad():
+            Own()(ROWS_BS)
+
+    for job in (
+        judge,
+        lambda: Own().requires_grad_(False)(ROWS_BS),
+        lambda: Own()(ROWS_BS[0]),
+        lambda: nn.Embedding(16, 4)(ROWS_BS),
+        lambda: nn.Sequential(nn.Embedding(16, 4))(ROWS_BS),
+    ):
+        language_model = TrainedLanguageModel()
+        assert search_in(job, language_model) == []
+        assert language_model.unnamed_tokens is None
+
+
+# What a recorder has counted, and the last line.
+COUNTED: dict[str, Any] = {
+    "num_written": 1,
+    "num_dropped": 0,
+    "num_not_kept": 0,
+    "num_skipped": 0,
+    "num_unseen_steps": 0,
+    "not_recorded": Counter[str](),
+    "refusal": None,
+}
+
+
+@pytest.mark.parametrize(
+    ("counted", "says"),
+    [
+        ({}, "1 pass of Own"),
+        ({"num_written": 0}, "0 passes of Own"),
+        ({"num_dropped": 2}, "1 pass of Own, 2 dropped"),
+        ({"num_dropped": 2, "refusal": "no ids"}, "1 pass of Own, 2 dropped (no ids)"),
+        ({"num_not_kept": 3}, "1 pass of Own, 3 left out by what to keep"),
+        ({"num_skipped": 4}, "1 pass of Own, 4 of generation with a cache skipped"),
+        ({"num_unseen_steps": 1}, "1 pass of Own, 1 step of the optimizer without a forward of it"),
+        ({"num_unseen_steps": 2}, "1 pass of Own, 2 steps of the optimizer without a forward of it"),
+        (
+            {"num_skipped": 6, "not_recorded": Counter({"given a mask": 1, "given a cache": 2})},
+            "1 pass of Own, 3 of generation with a cache skipped, 1 training pass not recorded (given a mask), "
+            "2 training passes not recorded (given a cache)",
+        ),
+        (
+            {"num_written": 7, "num_dropped": 1, "num_not_kept": 2, "num_skipped": 3},
+            "7 passes of Own, 1 dropped, 2 left out by what to keep, 3 of generation with a cache skipped",
+        ),
+    ],
+)
+def test_the_last_line_says_what_became_of_each_pass(
+    counted: dict[str, Any], says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ModelSearch, "has_begun", False)
+    order = RecordingOrder(
+        folder=str(tmp_path), module_name=None, arguments={}, settings={}, marks=str(tmp_path / "marks")
+    )
+    search = ModelSearch(order, lambda recorder: None)
+    search.end()
+    search.recordings.append(("Own", cast(Recorder, SimpleNamespace(folder=tmp_path, **(COUNTED | counted)))))
+    assert search.describe() == f"capture: {says}, in {tmp_path}"
 
 
 class Harness(nn.Module):

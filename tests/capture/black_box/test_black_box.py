@@ -3,16 +3,21 @@
 import math
 import signal
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import capture.black_box.flight_recorder
 from capture.black_box.black_box import MAX_INCIDENTS_PER_KIND, MAX_SIGNALS_PER_KIND, BlackBox
-from capture.black_box.incidents import Incident, read_incidents
+from capture.black_box.flight_recorder import SharedFolder, Spool
+from capture.black_box.incidents import Incident, make_incident, read_incidents, write_incidents
 from capture.black_box.position_page import LastPosition, read_position
 from capture.black_box.signal_handlers import SignalReport
+from capture.file_format.capture_file import CapturedCall, EncodedCall
+from capture.file_format.micro_batch import Origin
 from capture.record.observer import JobPosition
 from capture.record.retention import check_retention
 
@@ -181,3 +186,75 @@ def test_the_position_outlives_the_process_and_says_whether_its_end_was_reported
         ("exception", 3),
         ("signal", 4),
     ]
+
+
+def test_incidents_are_read_in_the_order_in_which_they_began_on_any_rank(tmp_path: Path) -> None:
+    """By the earliest time of a record, whichever folder it lies in, and not by the file's name or its last time."""
+    minutes: dict[tuple[int, str], list[int]] = {(0, "a"): [5, 30], (10, "a"): [7], (2, "a"): [3, 9], (2, "b"): [2, 40]}
+    for (rank, stamp), times in minutes.items():
+        incidents = [
+            replace(make_incident("signal", "SIGUSR1", minute), time=f"2026-03-02T09:{minute:02d}:00")
+            for minute in times
+        ]
+        folder = tmp_path if rank == 0 else tmp_path / f"rank{rank}"
+        write_incidents(folder, incidents, num_others=rank, rank=rank, stamp=stamp)
+    write_incidents(tmp_path, [], num_others=0, rank=5, stamp="a")
+    records = read_incidents(tmp_path)
+    assert [(record.rank, [incident.forward for incident in record.incidents]) for record in records] == [
+        (5, []),
+        (2, [2, 40]),
+        (2, [3, 9]),
+        (0, [5, 30]),
+        (10, [7]),
+    ]
+    assert [record.num_others for record in records] == [0, 2, 2, 0, 10]
+
+
+def encode(step: int, *, num_noted: int = 0) -> EncodedCall:
+    call = CapturedCall(
+        tensors={"input_ids": torch.arange(64).view(2, 32) * 1009},
+        call_facts={},
+        left_out={},
+        trains=True,
+        origin=Origin(source="", rank=0, world_size=1, step=step, time="2026-03-02T09:00:00.000000+00:00"),
+        outputs={"log_probs_values": [0.5] * num_noted},
+    )
+    return call.encode()
+
+
+@pytest.fixture
+def shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SharedFolder]:
+    monkeypatch.setattr(capture.black_box.flight_recorder, "SHARED_MEMORY", tmp_path)
+    folder = SharedFolder(tmp_path / "run", 0)
+    yield folder
+    folder.close()
+
+
+def test_a_full_spool_deletes_its_oldest_pass_and_a_pass_that_is_put_again_counts_once(
+    shared: SharedFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    size = sum(map(len, encode(0).pickle_parts()))
+    monkeypatch.setattr(capture.black_box.flight_recorder, "MAX_SPOOL_BYTES", 3 * size + 20)
+    spool = Spool(shared)
+
+    def list_steps() -> list[int]:
+        return sorted(int(path.stem.rpartition("_")[2]) for path in shared.directory.iterdir())
+
+    for step in (0, 0, 0, 1, 1, 2):
+        spool.put(encode(step))
+    assert list_steps() == [0, 1, 2]
+    # What was put again last is the newest.
+    spool.put(encode(0))
+    spool.put(encode(3))
+    assert list_steps() == [0, 2, 3]
+    spool.remove(encode(2))
+    spool.remove(encode(2))
+    spool.put(encode(4))
+    assert list_steps() == [0, 3, 4]
+    # A pass that has grown makes room as a new one does, and is there as it is now.
+    grown = encode(4, num_noted=size // 10)
+    spool.put(grown)
+    assert list_steps() == [3, 4]
+    assert (shared.directory / grown.name).read_bytes() == b"".join(grown.pickle_parts())
+    spool.close()
+    assert list_steps() == []
