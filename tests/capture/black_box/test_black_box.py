@@ -18,7 +18,7 @@ from capture.black_box.position_page import LastPosition, read_position
 from capture.black_box.signal_handlers import SignalReport
 from capture.file_format.capture_file import CapturedCall, EncodedCall
 from capture.file_format.micro_batch import Origin
-from capture.record.observer import JobPosition
+from capture.record.observer import JobPosition, TrainingPhase
 from capture.record.retention import check_retention
 
 
@@ -137,6 +137,7 @@ def test_the_end_of_a_process_that_was_asked_for_is_no_incident(box: BlackBox, r
     assert list_incidents(recording) == []
     box.handles_signals = False
     box.on_error(KeyboardInterrupt(), "loop")
+    box.handles_signals = True
     error = ValueError("broken")
     for where in ("forward", "loop"):
         box.on_error(error, where)
@@ -144,6 +145,66 @@ def test_the_end_of_a_process_that_was_asked_for_is_no_incident(box: BlackBox, r
         ("exception", "loop", "KeyboardInterrupt: "),
         ("exception", "forward", "ValueError: broken"),
     ]
+
+
+@pytest.mark.parametrize("forward", [-1, 0, 3])
+def test_an_incident_names_the_forward_that_began_last_if_there_was_one(
+    forward: int, box: BlackBox, recording: Held
+) -> None:
+    recording.position.forward = forward
+    recording.position.last_backward = forward - 1
+    box.on_signal(signal.SIGUSR1, SignalReport())
+    box.on_error(ValueError("broken"), "loop")
+    for incident in list_incidents(recording):
+        assert incident.forward == (forward if forward >= 0 else None)
+        assert incident.last_backward == (forward - 1 if forward >= 1 else None)
+        assert (incident.world_size, incident.opened) == (2, Held.opened)
+    assert len(list_incidents(recording)) == 2
+
+
+@pytest.mark.parametrize(("settings", "num_kept"), [({"flight_recorder": 2}, 1), ({"reproduce": True}, 0)])
+def test_passes_are_kept_in_shared_memory_with_a_flight_recorder_alone(
+    settings: dict[str, Any], num_kept: int, recording: Held, tmp_path: Path
+) -> None:
+    box = BlackBox(tmp_path / "run", check_retention(**settings))
+    box.on_open(recording)
+    box.on_hold(encode(0))
+    box.on_hold(encode(1))
+    box.on_release(encode(0))
+    box.on_idle()
+    [directory] = (tmp_path / "shm").iterdir()
+    assert len(list(directory.glob("*.pkl"))) == num_kept
+    box.on_release(encode(1))
+    assert list(directory.glob("*.pkl")) == []
+    box.on_end(failed=True)
+    box.on_close()
+
+
+def test_a_step_lasts_from_one_forward_to_the_next_and_a_slow_one_is_told_once(
+    recording: Held, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [0.0]
+    monkeypatch.setattr("capture.black_box.black_box.time.monotonic", lambda: now[0])
+    box = BlackBox(tmp_path / "run", check_retention(slow_step="60s"))
+    box.on_open(recording)
+    phases: tuple[TrainingPhase, ...] = ("in forward", "after forward", "in backward", "in the optimizer's step")
+    for forward, seconds in enumerate((5.0, 14.0, 16.0, 5.0)):
+        for phase in phases:
+            recording.position = JobPosition(forward=forward, phase=phase)
+            box.on_position_change()
+            now[0] += seconds
+    assert [
+        (incident.what, incident.where, incident.forward, incident.message) for incident in list_incidents(recording)
+    ] == [("slow step", "step", 2, "64 s and more; the limit is 60 s")]
+    assert box.seconds_left() == 40.0
+    now[0] += 50.0
+    assert box.seconds_left() == 0.0
+    for _ in range(2):
+        box.on_deadline()
+    assert [incident.forward for incident in list_incidents(recording)] == [2, 3]
+    assert box.seconds_left() is None
+    box.on_end(failed=False)
+    box.on_close()
 
 
 def read_page(tmp_path: Path) -> LastPosition:

@@ -5,6 +5,7 @@ import os
 import pickle
 import shutil
 import zipfile
+from collections.abc import Container
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -70,10 +71,18 @@ def write_secrets(folder: Path) -> Path:
     return folder
 
 
+def describe_conversion(folder: Path, num_passes: int, *, without: Container[str] = ()) -> str:
+    """Say what converting `old` into `new` prints; `without` are the names of the dumps that were refused."""
+    before = sum(path.stat().st_size for path in (folder / "old").iterdir() if path.name not in without)
+    after = sum(path.stat().st_size for path in (folder / "new").glob("*.pkl"))
+    share = f"{round(100 * after / before)}% of their size"
+    return f"converted  {num_passes} passes to {folder / 'new'}, {share}, each read back and equal\n"
+
+
 def test_convert_keeps_what_the_dumps_hold(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     dumps = write_dumps(tmp_path / "old")
     assert main(["convert", str(tmp_path / "old"), str(tmp_path / "new")]) == 0
-    assert "3 passes" in capsys.readouterr().out
+    assert capsys.readouterr().out == describe_conversion(tmp_path, 3)
     batches = [read_micro_batch(path) for path in capture_files(tmp_path / "new")]
     # Captures are sorted by rank, then in recorded order.
     for batch, dump in zip(batches, [dumps[0], dumps[2], dumps[1]], strict=True):
@@ -162,7 +171,9 @@ def test_convert_names_what_it_refuses_and_takes_the_rest(tmp_path: Path, capsys
     (tmp_path / "old" / "actor_inputs_rank0_timeless.pkl").write_bytes(pickle.dumps(make_dump(timestamp="yesterday")))
     assert main(["convert", str(tmp_path / "old"), str(tmp_path / "new")]) == 1
     out = capsys.readouterr().out
-    assert "actor_inputs_rank0_broken.pkl" in out
+    refused = ("actor_inputs_rank0_broken.pkl", "actor_inputs_rank0_timeless.pkl")
+    assert out.startswith(describe_conversion(tmp_path, 3, without=refused))
+    assert "refused    actor_inputs_rank0_broken.pkl" in out
     assert "its time is 'yesterday'" in out
     assert len(capture_files(tmp_path / "new")) == 3
 
@@ -178,9 +189,13 @@ def test_nothing_is_written_where_something_is(
 
 
 @pytest.mark.parametrize("tokens", ["permute", "zero"])
-def test_redact_keeps_the_shape_of_things_and_no_text(tokens: str, tmp_path: Path) -> None:
+def test_redact_keeps_the_shape_of_things_and_no_text(
+    tokens: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     source = write_secrets(_make_folder(tmp_path / "in"))
     assert main(["redact", str(source), str(tmp_path / "out"), "--tokens", tokens]) == 0
+    printed = f"redacted   1 passes to {tmp_path / 'out'}, tokens: {tokens}\nblanked    advantages\n"
+    assert capsys.readouterr().out == printed
     before, after = (read_micro_batch(capture_files(folder)[0]) for folder in (source, tmp_path / "out"))
     assert after.attention_mask_BS.equal(before.attention_mask_BS)
     assert after.extra_tensors["position_ids"].equal(before.extra_tensors["position_ids"])
@@ -267,7 +282,14 @@ def test_a_package_stays_below_its_size(max_bytes: int, tmp_path: Path, capsys: 
     originals = capture_files(find_sample_folder())
     assert [path.name for path in files] == [path.name for path in originals[: len(files)]]
     assert (len(files) == len(originals)) == (max_bytes == 10_000_000)
-    assert ("excluded" in capsys.readouterr().out) == (len(files) < len(originals))
+    first, *others = capsys.readouterr().out.splitlines()
+    assert first == f"packed     {len(files)} passes in {target}, {os.path.getsize(target):,} bytes"
+    num_excluded = len(originals) - len(files)
+    excluded = [
+        f"excluded   {num_excluded} passes, from {path.name} on: more than {max_bytes:,} bytes"
+        for path in originals[len(files) :][:1]
+    ]
+    assert others == [*excluded, "           it holds what was captured; to take the text out first: capture redact"]
     for path, original in zip(files, originals, strict=False):
         assert path.read_bytes() == original.read_bytes()
     assert (tmp_path / "out" / "actor.json").exists()
