@@ -218,12 +218,14 @@ def one_world(world: "World", monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Watch, "__init__", partialmethod(_begin_patiently, Watch.__init__))
 
 
-def _begin_patiently(watch: "Watch", begin: Callable[..., None], world: "World", folder: Path, timeout: float) -> None:
+def _begin_patiently(
+    watch: "Watch", begin: Callable[..., None], world: "World", folder: Path, timeout: float, **given: Any
+) -> None:
     """Begin a watch. On a busy machine compiling takes longer than --timeout usually is, and the process would end."""
     from replay.options.spec import MeasureSpec
     from tests.helpers.commands import LIMIT
 
-    begin(watch, world, folder, LIMIT if timeout == MeasureSpec().timeout else timeout)
+    begin(watch, world, folder, LIMIT if timeout == MeasureSpec().timeout else timeout, **given)
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -32,12 +32,33 @@ FAILURE_FILE = "failure.txt"
 class Shutdown:
     """Ends one rank when a run breaks off, by os._exit, since closing a process group would wait for other ranks."""
 
-    def __init__(self, world: World, folder: Path, stacks: StackFile, peers: Peers) -> None:
-        """Tell all ranks this one's host and process; every rank calls this together."""
+    def __init__(
+        self,
+        world: World,
+        folder: Path,
+        stacks: StackFile,
+        peers: Peers,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        end_process: Callable[[int], NoReturn] = os._exit,
+        kill_process: Callable[[int, int], None] = os.kill,
+        patience_seconds: float | None = None,
+    ) -> None:
+        """Tell all ranks this one's host and process; every rank calls this together.
+
+        clock             in seconds
+        end_process       ends this process with an exit code
+        kill_process      sends another process of this host a signal
+        patience_seconds  how long to wait for the other ranks' stacks; None: PATIENCE_SECONDS
+        """
         self.world = world
         self.folder = folder
         self.stacks = stacks
         self.peers = peers
+        self._clock = clock
+        self._end_process = end_process
+        self._kill_process = kill_process
+        self._patience_seconds = PATIENCE_SECONDS if patience_seconds is None else patience_seconds
         # The main thread holds the lock while it writes what a shutdown must not cut off. The watch's thread, which
         # ends the process, acquires it first. `_writing` names the other ranks that hold their lock.
         self._writing_lock = threading.Lock()
@@ -50,7 +71,7 @@ class Shutdown:
         """Do not end this rank while the block runs, for WRITING_SECONDS at most; the other ranks wait for it."""
         with self._writing_lock:
             self.peers.send({"kind": "writing"})
-            self._writing_since = time.monotonic()
+            self._writing_since = self._clock()
             try:
                 yield
             finally:
@@ -60,7 +81,7 @@ class Shutdown:
     def is_writing(self) -> bool:
         """Is this rank writing what a shutdown must not cut off, for no longer than WRITING_SECONDS?"""
         since = self._writing_since
-        return since is not None and time.monotonic() - since < WRITING_SECONDS
+        return since is not None and self._clock() - since < WRITING_SECONDS
 
     def note_writing(self, rank: int, kind: str) -> None:
         """Note that another rank has begun or finished writing what a shutdown must not cut off."""
@@ -96,11 +117,11 @@ class Shutdown:
         self.stacks.write()
         write_flight_recorder(self.folder, self.world.rank, self.world.device)
         self.peers.send({"kind": "done"})
-        began = time.monotonic()
+        began = self._clock()
         done: set[int] = set()
         while unfinished := self._find_unfinished_ranks(first, done):
-            patience = PATIENCE_SECONDS + (WRITING_SECONDS if unfinished & self._writing else 0.0)
-            if (remaining := began + patience - time.monotonic()) <= 0:
+            patience = self._patience_seconds + (WRITING_SECONDS if unfinished & self._writing else 0.0)
+            if (remaining := began + patience - self._clock()) <= 0:
                 break
             for rank, message in self.peers.receive(remaining):
                 if rank is None or not isinstance(message, dict):
@@ -111,7 +132,7 @@ class Shutdown:
                     self.note_writing(rank, message["kind"])
         for rank in set(self.peers.by_rank) - done:
             self._kill(rank)
-        os._exit(exit_code)
+        self._end_process(exit_code)
 
     def _find_unfinished_ranks(self, first: int, done: set[int]) -> set[int]:
         """Find the connected ranks that have not written their stacks, and rank `first` until its connection closes."""
@@ -121,7 +142,7 @@ class Shutdown:
     def _kill(self, rank: int) -> None:
         host, process = self._processes[rank]
         if host == socket.gethostname():
-            os.kill(process, signal.SIGKILL)
+            self._kill_process(process, signal.SIGKILL)
 
 
 def claim_failure(folder: Path, failure: RankFailure, text: str) -> bool:

@@ -60,8 +60,11 @@ class Peers:
             self._selector.register(peer.connection, selectors.EVENT_READ, peer)
 
     @classmethod
-    def connect(cls, world: World) -> Self:
-        """Connect all ranks, which call this together. Raises OSError on all of them if two could not be connected."""
+    def connect(cls, world: World, *, connect_seconds: float = CONNECT_SECONDS) -> Self:
+        """Connect all ranks, which call this together. Raises OSError on all of them if two could not be connected.
+
+        connect_seconds  how long to wait for another rank
+        """
         if world.world_size == 1:
             return cls()
         address = _find_own_address()
@@ -73,9 +76,9 @@ class Peers:
             addresses = world.gather((*address, listener.getsockname()[1]))
             try:
                 for rank, (family, host, port) in enumerate(addresses[: world.rank]):
-                    connections[rank] = _call_rank(family, host, port, f"{token} {world.rank}\n")
+                    connections[rank] = _call_rank(family, host, port, f"{token} {world.rank}\n", connect_seconds)
                 while len(connections) + 1 < world.world_size:
-                    connections.update(_accept_caller(listener, token))
+                    connections.update(_accept_caller(listener, token, connect_seconds))
             except OSError as error:
                 failure = f"rank {world.rank} at {address[1]}: {error}"
         if errors := [text for text in world.gather(failure) if text]:
@@ -137,10 +140,10 @@ class Barrier:
             pass
 
 
-def connect_ranks(world: World) -> Peers:
+def connect_ranks(world: World, *, connect_seconds: float = CONNECT_SECONDS) -> Peers:
     """Connect all ranks. Where two machines cannot reach each other, say so once and go on with no peers."""
     try:
-        return Peers.connect(world)
+        return Peers.connect(world, connect_seconds=connect_seconds)
     except OSError as error:
         if world.rank == 0:
             print(f"replay: a rank that dies or hangs will not be named: {error}", file=sys.stderr, flush=True)
@@ -157,20 +160,20 @@ def _find_own_address() -> tuple[int, str]:
         return int(family), str(probe.getsockname()[0])
 
 
-def _call_rank(family: int, host: str, port: int, greeting: str) -> socket.socket:
+def _call_rank(family: int, host: str, port: int, greeting: str, connect_seconds: float) -> socket.socket:
     connection = socket.socket(family, socket.SOCK_STREAM)
-    connection.settimeout(CONNECT_SECONDS)
+    connection.settimeout(connect_seconds)
     connection.connect((host, port))
     connection.sendall(greeting.encode())
     connection.settimeout(SEND_SECONDS)
     return connection
 
 
-def _accept_caller(listener: socket.socket, token: str) -> dict[int, socket.socket]:
+def _accept_caller(listener: socket.socket, token: str, connect_seconds: float) -> dict[int, socket.socket]:
     """Accept the next caller and return it by its rank; nothing if it does not know the token."""
-    listener.settimeout(CONNECT_SECONDS)
+    listener.settimeout(connect_seconds)
     connection, _ = listener.accept()
-    connection.settimeout(CONNECT_SECONDS)
+    connection.settimeout(connect_seconds)
     greeting = b""
     while not greeting.endswith(b"\n") and len(greeting) < 100 and (byte := connection.recv(1)):
         greeting += byte

@@ -18,7 +18,7 @@ import socket
 import threading
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
@@ -39,7 +39,7 @@ from replay.watch.blame import (
 )
 from replay.watch.progress import RankPosition, Tracker, read_last_position
 from replay.watch.shutdown import Shutdown
-from replay.watch.side_channel import Barrier, Message, connect_ranks
+from replay.watch.side_channel import Barrier, Message, Peers, connect_ranks
 from replay.watch.stacks import (
     StackFile,
     count_collectives,
@@ -62,6 +62,8 @@ HELD_SECONDS = 1.5
 # When another rank has left with an error, this rank's main thread gets so long to end with the same error.
 LEAVE_SECONDS = 2.5
 TERMINATED = 128 + signal.SIGTERM
+
+MakeShutdown = Callable[[World, Path, StackFile, Peers], Shutdown]
 
 
 class TerminationSignals:
@@ -90,9 +92,18 @@ def make_message_readers() -> None:
 
 
 @contextmanager
-def watch_run(world: World, folder: Path, timeout: float, *, show_traceback: bool = False) -> Iterator["Watch"]:
+def watch_run(
+    world: World,
+    folder: Path,
+    timeout: float,
+    *,
+    show_traceback: bool = False,
+    clock: Callable[[], float] = time.monotonic,
+    tick_seconds: float = TICK_SECONDS,
+    make_shutdown: MakeShutdown = Shutdown,
+) -> Iterator["Watch"]:
     """Watch the code inside. An error that leaves it on one of several ranks ends them all."""
-    watch = Watch(world, folder, timeout)
+    watch = Watch(world, folder, timeout, clock=clock, tick_seconds=tick_seconds, make_shutdown=make_shutdown)
     try:
         yield watch
     except UsageError:
@@ -115,15 +126,31 @@ def watch_run(world: World, folder: Path, timeout: float, *, show_traceback: boo
 class Watch:
     """One rank's view of all ranks. The main thread moves `tracker` and calls `meet`, `stop_all` and `leave`."""
 
-    def __init__(self, world: World, folder: Path, timeout: float) -> None:
-        """Connect this rank to all others; every rank calls this together."""
+    def __init__(
+        self,
+        world: World,
+        folder: Path,
+        timeout: float,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        tick_seconds: float = TICK_SECONDS,
+        make_shutdown: MakeShutdown = Shutdown,
+    ) -> None:
+        """Connect this rank to all others; every rank calls this together.
+
+        clock          in seconds; what --timeout is measured by
+        tick_seconds   the time between two looks at what is known
+        make_shutdown  makes what ends this rank when the run breaks off
+        """
         self.world = world
         self.folder = folder
         self.timeout = timeout
+        self._clock = clock
+        self._tick_seconds = tick_seconds
         self.tracker = Tracker(folder, world.rank, count_collectives)
         self._stacks = StackFile(folder, world.rank)
         self._peers = connect_ranks(world)
-        self._shutdown = Shutdown(world, folder, self._stacks, self._peers)
+        self._shutdown = make_shutdown(world, folder, self._stacks, self._peers)
         # What is known: the exit codes of ranks that left, the ranks that received SIGTERM, this rank's own error, and
         # ranks that died without being the cause. `_trouble` says what was noticed, if not a lack of progress.
         self._exit_codes: dict[int, int] = {}
@@ -140,7 +167,7 @@ class Watch:
         self._next_ask = 0.0
         self._answers: dict[int, Sighting] = {}
         self._progress = (0, 0, 0)
-        self._progress_at = time.monotonic()
+        self._progress_at = self._clock()
         self._barrier = Barrier({world.rank, *self._peers.by_rank})
         self._closing = False
         self._terminations = TerminationSignals(self._peers.bell)
@@ -153,7 +180,7 @@ class Watch:
         """Wait for all ranks, without torch: its barrier could be matched with a collective of a rank's next pass."""
         self._barrier.mark_arrived(self.world.rank)
         self._peers.send({"kind": "arrived"})
-        self._barrier.wait(TICK_SECONDS)
+        self._barrier.wait(self._tick_seconds)
 
     def stop_all(self, error: BaseException) -> NoReturn:
         """End all ranks because of this rank's `error`, or because of the failure that caused it."""
@@ -162,7 +189,7 @@ class Watch:
         self._peers.ring()
         # The thread ends this process. Python handles Ctrl-C only between two joins.
         while self._thread.is_alive():
-            self._thread.join(TICK_SECONDS)
+            self._thread.join(self._tick_seconds)
         os._exit(1)
 
     @contextmanager
@@ -185,11 +212,11 @@ class Watch:
     # The methods below run in the watch's thread.
 
     def _run(self) -> None:
-        """Handle what arrives, and act on it every TICK_SECONDS; the watchdog waits for the next turn of this loop."""
+        """Handle what arrives, and act on it every `tick_seconds`; the watchdog waits for the next turn of the loop."""
         try:
             while not self._closing:
                 self._stacks.reset_watchdog(self.timeout + HELD_SECONDS)
-                for rank, message in self._peers.receive(TICK_SECONDS):
+                for rank, message in self._peers.receive(self._tick_seconds):
                     if rank is None:
                         self._handle_wake_up(message)
                     elif isinstance(message, dict):
@@ -197,7 +224,7 @@ class Watch:
                     elif rank not in self._exit_codes and not self._closing:
                         self._handle_lost_rank(rank)
                 if not self._closing:
-                    self._act_on_news(time.monotonic())
+                    self._act_on_news(self._clock())
         except Exception:
             traceback.print_exc()
             os._exit(1)
@@ -224,14 +251,14 @@ class Watch:
                 self._exit_codes[rank] = message["exit_code"]
                 if message["exit_code"]:
                     # The same error, or Ctrl-C, is about to end this rank's main thread too.
-                    self._grace_ends = time.monotonic() + LEAVE_SECONDS
+                    self._grace_ends = self._clock() + LEAVE_SECONDS
             case "ended":
                 failure = from_json(RankFailure, message["failure"], source=f"the last word of rank {rank}")
                 self._shutdown.end_after_report(message["first"], message["exit_code"], failure)
 
     def _begin_grace(self) -> None:
         if self._grace_ends is None:
-            self._grace_ends = time.monotonic() + (GRACE_SECONDS if self._peers.by_rank else 0.0)
+            self._grace_ends = self._clock() + (GRACE_SECONDS if self._peers.by_rank else 0.0)
 
     def _act_on_news(self, now: float) -> None:
         """Act on what is known, if it is time: ask the others, judge their answers, or end the run."""
@@ -304,14 +331,14 @@ class Watch:
             self._trouble = f"a collective aborted rank {rank}"
         else:
             self._shutdown.report_and_end(report_dead_rank(rank, position))
-        self._ask(time.monotonic())
+        self._ask(self._clock())
 
     def _observe_self(self) -> Sighting:
         threads = observe_threads(threading.get_ident())
         return Sighting(
             rank=self.world.rank,
             position=self.tracker.position,
-            idle_seconds=time.monotonic() - self._progress_at,
+            idle_seconds=self._clock() - self._progress_at,
             collectives=count_collectives(),
             num_unforeseen=self.tracker.count_new_collectives(),
             in_collective=threads.in_collective or self._collective_failed,

@@ -1,6 +1,7 @@
 """A pass that ran out of memory: what it would have needed, with which options less; what a rank writes at its end."""
 
-import os
+import signal
+import sys
 import threading
 from collections.abc import Sequence
 from dataclasses import fields, replace
@@ -11,7 +12,6 @@ from typing import Any, cast
 import pytest
 import torch
 
-import replay.watch.shutdown as shutdown
 from actor_init.option_values import Dtype
 from actor_init.spec import ActorSpec, Head
 from actor_init.world import World
@@ -22,6 +22,8 @@ from replay.resolution.job_defaults import find_source
 from replay.runlog.records import PassRecord, PhaseCost, is_out_of_memory
 from replay.runner.out_of_memory import OutOfMemory, OutOfMemoryAnalysis
 from replay.runner.reruns import Reruns
+from replay.watch.blame import report_failed_rank
+from replay.watch.progress import RankPhase, RankPosition
 from replay.watch.shutdown import Shutdown
 from tests.helpers.commands import run
 from tests.helpers.made_captures import LLAMA, write_pass
@@ -322,52 +324,53 @@ def test_a_run_that_goes_on_and_has_nothing_left_profiles_what_it_did_before(tmp
     assert run["profile"] is not None
 
 
+PROCESS_OF_OTHER_RANK = 4242
+FAILURE = report_failed_rank(0, RankPosition(index=1, phase=RankPhase.FORWARD), "OutOfMemoryError")
+
+
 class Peers:
     """One other rank, and what it sends; keeps what is sent to it."""
 
     def __init__(self, *heard: dict[str, Any]) -> None:
         self.by_rank = {1: None}
         self.sent: list[str] = []
-        self._heard = list(heard)
+        self.heard = list(heard)
 
     def send(self, message: dict[str, Any]) -> None:
         self.sent.append(message["kind"])
 
     def receive(self, _: float) -> list[tuple[int, dict[str, Any]]]:
-        if not self._heard:
+        if not self.heard:
             self.by_rank.clear()
             return []
-        return [(1, self._heard.pop(0))]
+        return [(1, self.heard.pop(0))]
 
 
-def ending(tmp_path: Path, peers: Peers, monkeypatch: pytest.MonkeyPatch) -> Shutdown:
+def ending(tmp_path: Path, peers: Peers, **given: Any) -> Shutdown:
     class Alone:
         rank, device = 0, torch.device("cpu")
 
         def gather(self, own: Any) -> list[Any]:
-            return [own, ("elsewhere", 1)]
+            host, _ = own
+            return [own, (host, PROCESS_OF_OTHER_RANK)]
 
     class Stacks:
         def write(self) -> None: ...
 
-    def note_end(_: int) -> None:
-        raise SystemExit
-
-    monkeypatch.setattr(shutdown, "repeat_for_torchrun", lambda *_, **__: None)
-    monkeypatch.setattr(shutdown, "write_flight_recorder", lambda *_: None)
-    monkeypatch.setattr(os, "_exit", note_end)
-    return Shutdown(cast(World, Alone()), tmp_path, cast(Any, Stacks()), cast(Any, peers))
+    return Shutdown(
+        cast(World, Alone()), tmp_path, cast(Any, Stacks()), cast(Any, peers), end_process=sys.exit, **given
+    )
 
 
 def test_a_rank_that_writes_what_held_its_memory_is_not_broken_off(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     peers = Peers({"kind": "done"})
-    last = ending(tmp_path, peers, monkeypatch)
+    last = ending(tmp_path, peers)
 
     def note_end() -> None:
         with pytest.raises(SystemExit):
-            last._end(0, 1, "")
+            last.end_after_report(0, 1, FAILURE)
 
     class Lock:
         """Says when somebody asks to hold it, or to wait for it."""
@@ -395,16 +398,14 @@ def test_a_rank_that_writes_what_held_its_memory_is_not_broken_off(
     assert peers.sent == ["writing", "written", "done"]
 
 
-def test_a_rank_that_writes_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    killed: list[int] = []
-    monkeypatch.setattr(shutdown, "PATIENCE_SECONDS", 0.0)
+def test_a_rank_that_writes_is_waited_for(tmp_path: Path) -> None:
+    killed: list[tuple[int, int]] = []
     peers = Peers({"kind": "written"}, {"kind": "done"})
-    last = ending(tmp_path, peers, monkeypatch)
-    monkeypatch.setattr(last, "_kill", killed.append)
+    last = ending(tmp_path, peers, kill_process=lambda *given: killed.append(given), patience_seconds=0.0)
     last.note_writing(1, "writing")
 
     with pytest.raises(SystemExit):
-        last._end(0, 1, "")
+        last.end_after_report(0, 1, FAILURE)
 
-    assert killed == [1], "0 s after it had written"
-    assert peers._heard == [{"kind": "done"}], "its first message was waited for"
+    assert killed == [(PROCESS_OF_OTHER_RANK, signal.SIGKILL)], "0 s after it had written"
+    assert peers.heard == [{"kind": "done"}], "its first message was waited for"

@@ -3,9 +3,11 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -18,12 +20,12 @@ from torch.distributed import distributed_c10d
 
 from actor_init.world import World
 from replay.command_line.cli import main
-from replay.watch import side_channel, stacks
+from replay.watch import stacks
 from replay.watch.blame import RankFailure, Sighting, report_failed_rank
 from replay.watch.progress import RankPhase, RankPosition, Tracker, read_last_position
-from replay.watch.shutdown import claim_failure
-from replay.watch.side_channel import Peers
-from replay.watch.stacks import ThreadStates, is_raised_in_collective
+from replay.watch.shutdown import Shutdown, claim_failure
+from replay.watch.side_channel import Peers, connect_ranks
+from replay.watch.stacks import is_raised_in_collective
 from replay.watch.watcher import Watch, watch_run
 from tests.helpers.commands import BIN, LIMIT, ROOT
 from tests.helpers.failing_inputs import folder_of
@@ -214,23 +216,38 @@ class Clock:
             assert self._looked.acquire(timeout=LIMIT)
 
 
-class FakeTime:
-    def __init__(self, clock: Clock) -> None:
-        self.monotonic = clock.monotonic
+class NotedFailures(Shutdown):
+    """Notes what would have ended this rank, and goes on."""
+
+    headlines: list[str]
+
+    def report_and_end(self, failure: RankFailure, **given: Any) -> Any:
+        self.headlines.append(failure.headline)
+
+
+@contextmanager
+def watch_by(clock: Clock, world: World, folder: Path, timeout: float) -> Iterator[tuple[Watch, list[str]]]:
+    """Watch the code inside by that clock; yields the headlines of failures too."""
+    headlines: list[str] = []
+
+    def make_shutdown(*given: Any) -> Shutdown:
+        shutdown = NotedFailures(*given, clock=clock.monotonic)
+        shutdown.headlines = headlines
+        return shutdown
+
+    with watch_run(
+        world, folder, timeout, clock=clock.monotonic, tick_seconds=0.001, make_shutdown=make_shutdown
+    ) as watch:
+        yield watch, headlines
 
 
 @pytest.mark.parametrize("reports", [True, False])
 def test_an_opening_that_reports_goes_on_and_one_that_does_not_hangs(
-    reports: bool, world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    reports: bool, world: World, tmp_path: Path
 ) -> None:
     """Four parts of 50 s each, with --timeout 120."""
-    clock, said = Clock(), []
-    monkeypatch.setattr("replay.watch.watcher.time", FakeTime(clock))
-    monkeypatch.setattr("replay.watch.watcher.TICK_SECONDS", 0.001)
-    monkeypatch.setattr(
-        "replay.watch.shutdown.Shutdown.report_and_end", lambda _, failure, **given: said.append(failure.headline)
-    )
-    with watch_run(world, tmp_path, 120.0) as watch:
+    clock = Clock()
+    with watch_by(clock, world, tmp_path, 120.0) as (watch, said):
         for _ in range(4):
             clock.pass_by(50.0)
             if reports:
@@ -239,18 +256,10 @@ def test_an_opening_that_reports_goes_on_and_one_that_does_not_hangs(
     assert reports or said[0].startswith("no progress for 120 s in phase opening the actor")
 
 
-def test_a_rank_that_writes_why_it_failed_is_not_reported_as_hanging(
-    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rank_that_writes_why_it_failed_is_not_reported_as_hanging(world: World, tmp_path: Path) -> None:
     """With --timeout 10 it may write for 30 s, WRITING_SECONDS; after that it hangs like any other."""
-    clock, said = Clock(), []
-    for module in ("watcher", "shutdown"):
-        monkeypatch.setattr(f"replay.watch.{module}.time", FakeTime(clock))
-    monkeypatch.setattr("replay.watch.watcher.TICK_SECONDS", 0.001)
-    monkeypatch.setattr(
-        "replay.watch.shutdown.Shutdown.report_and_end", lambda _, failure, **given: said.append(failure.headline)
-    )
-    with watch_run(world, tmp_path, 10.0) as watch, watch.postpone_shutdown():
+    clock = Clock()
+    with watch_by(clock, world, tmp_path, 10.0) as (watch, said), watch.postpone_shutdown():
         # The watch takes what it first sees for progress. Later it first asks and then judges, so it looks at the time
         # more often than once.
         for seconds in (0.0, 25.0, 0.0, 0.0):
@@ -261,22 +270,19 @@ def test_a_rank_that_writes_why_it_failed_is_not_reported_as_hanging(
         assert said[0].startswith("no progress for 10 s")
 
 
-def test_a_compiler_has_five_times_as_long(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    clock, said = Clock(), []
-    monkeypatch.setattr("replay.watch.watcher.time", FakeTime(clock))
-    monkeypatch.setattr("replay.watch.watcher.TICK_SECONDS", 0.001)
-    monkeypatch.setattr(
-        "replay.watch.shutdown.Shutdown.report_and_end", lambda _, failure, **given: said.append(failure.headline)
-    )
-    states = ThreadStates(line="x.py:1 in y", in_collective=False, waits_for_device=False, is_compiling=True)
-    monkeypatch.setattr("replay.watch.watcher.observe_threads", lambda _: states)
-    with watch_run(world, tmp_path, 10.0):
+def test_a_compiler_has_five_times_as_long(world: World, tmp_path: Path) -> None:
+    clock = Clock()
+
+    def compile_slowly(said: list[str]) -> None:
         for seconds in (0.0, 25.0, 0.0, 0.0, 20.0, 0.0, 0.0):
             clock.pass_by(seconds)
         assert said == []
         for seconds in (20.0, 0.0, 0.0):
             clock.pass_by(seconds)
         assert said[0].startswith("no progress for 50 s")
+
+    with watch_by(clock, world, tmp_path, 10.0) as (_, said):
+        calling("_dynamo/convert_frame.py")(partial(compile_slowly, said))
 
 
 @pytest.mark.parametrize(
@@ -377,14 +383,23 @@ def test_a_collective_that_no_pass_before_had_is_counted(tmp_path: Path) -> None
     assert tracker.count_new_collectives() == 0
 
 
-def connected(world_size: int) -> list[Peers]:
+def connected(
+    world_size: int,
+    change_addresses: Callable[[list[Any]], list[Any]] = list,
+    connect: Callable[[World], Peers] = Peers.connect,
+) -> list[Peers]:
+    """Connect ranks that are threads; `change_addresses` is what the second one hears of their addresses."""
     threads = Threads(world_size)
     peers: dict[int, Peers] = {}
 
-    def connect(rank: int) -> None:
-        peers[rank] = Peers.connect(threads.on_rank(rank))
+    def connect_rank(rank: int) -> None:
+        world = threads.on_rank(rank)
+        if rank == 1:
+            gather, rounds = world.gather, iter([change_addresses])
+            world.gather = lambda value: next(rounds, list)(gather(value))
+        peers[rank] = connect(world)
 
-    workers = [threading.Thread(target=connect, args=(rank,)) for rank in range(world_size)]
+    workers = [threading.Thread(target=connect_rank, args=(rank,)) for rank in range(world_size)]
     for worker in workers:
         worker.start()
     for worker in workers:
@@ -413,43 +428,33 @@ def test_every_rank_hears_every_other_and_that_one_is_gone() -> None:
     second.close()
 
 
-def test_a_stranger_that_calls_a_rank_s_port_is_turned_away(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stranger_that_calls_a_rank_s_port_is_turned_away() -> None:
     """Such as a rank of another run, or a port scanner."""
-    call = side_channel._call_rank
 
-    def after_a_stranger(family: int, host: str, port: int, greeting: str) -> Any:
-        call(family, host, port, f"{'0' * 32} 1\n")
-        return call(family, host, port, greeting)
+    def call_as_a_stranger(addresses: list[Any]) -> list[Any]:
+        family, *address = addresses[0]
+        with socket.socket(family, socket.SOCK_STREAM) as stranger:
+            stranger.connect(tuple(address))
+            stranger.sendall(f"{'0' * 32} 1\n".encode())
+        return addresses
 
-    monkeypatch.setattr(side_channel, "_call_rank", after_a_stranger)
-    first, second = connected(2)
+    first, second = connected(2, call_as_a_stranger)
     second.send({"kind": "word"})
     assert first.receive(LIMIT) == [(1, {"kind": "word"})]
     first.close()
     second.close()
 
 
-def test_ranks_that_cannot_reach_each_other_go_on_without_and_say_so(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def refused(*_: Any) -> Any:
-        raise ConnectionRefusedError("refused")
+def test_ranks_that_cannot_reach_each_other_go_on_without_and_say_so(capsys: pytest.CaptureFixture[str]) -> None:
+    closed_port = free_port()
 
-    monkeypatch.setattr(side_channel, "_call_rank", refused)
-    monkeypatch.setattr(side_channel, "CONNECT_SECONDS", 1.0)
-    threads = Threads(2)
-    found: dict[int, Peers] = {}
-    workers = [
-        threading.Thread(target=lambda r=rank: found.update({r: side_channel.connect_ranks(threads.on_rank(r))}))
-        for rank in range(2)
-    ]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join(LIMIT)
-    assert [found[rank].by_rank for rank in range(2)] == [{}, {}]
+    def lead_elsewhere(addresses: list[Any]) -> list[Any]:
+        return [(family, host, closed_port) for family, host, _ in addresses]
+
+    ranks = connected(2, lead_elsewhere, connect=partial(connect_ranks, connect_seconds=1.0))
+    assert [peers.by_rank for peers in ranks] == [{}, {}]
     assert capsys.readouterr().err.count("a rank that dies or hangs will not be named") == 1
-    for peers in found.values():
+    for peers in ranks:
         peers.close()
 
 
