@@ -2,6 +2,7 @@
 
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -11,7 +12,15 @@ from capture.record.job_facts import is_in_process_group
 _num_agreed: Counter[str] = Counter()
 
 
-def choose_recording_id(opened: str, folder: Path, *, rank: int, world_size: int) -> str:
+def choose_recording_id(
+    opened: str,
+    folder: Path,
+    *,
+    rank: int,
+    world_size: int,
+    store: Any = None,
+    num_agreed: Counter[str] = _num_agreed,
+) -> str:
     """Return when the recording began by the clock of the rank whose first pass came first; it is the recording's id.
 
     The ranks agree on it through the store of their process group: each offers its own time under one key, and the
@@ -19,15 +28,18 @@ def choose_recording_id(opened: str, folder: Path, *, rank: int, world_size: int
     has another store. Without a process group of several ranks, or where its store does not answer, a rank has an id
     that names the rank.
 
-    opened  when this rank opened its recording, ISO 8601
+    opened      when this rank opened its recording, ISO 8601
+    store       what the ranks agree through; None: the store of the process group, if there is one
+    num_agreed  how often this process agreed on an id, by the folder's name; counted on
     """
     if world_size == 1 and rank == 0:
         return opened
-    if is_in_process_group():
-        _num_agreed[folder.name] += 1
-        key = f"micro-replay/recording/{folder.name}/{_num_agreed[folder.name]}"
+    if store is not None or is_in_process_group():
+        num_agreed[folder.name] += 1
+        key = f"micro-replay/recording/{folder.name}/{num_agreed[folder.name]}"
         try:
-            store = torch.distributed.distributed_c10d._get_default_store()
+            if store is None:
+                store = torch.distributed.distributed_c10d._get_default_store()
             return str(store.compare_set(key, "", opened).decode())
         except Exception:
             # A store of another kind, or one that is gone. The reader puts such ranks together.

@@ -2,56 +2,67 @@
 
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
-import pytest
-import torch
+from torch import distributed as dist
 
-from capture.record import recording_id
 from capture.record.recording_id import choose_recording_id
 
 FOLDER = Path("inputs/my-run")
 
 
-@pytest.fixture
-def store(monkeypatch: pytest.MonkeyPatch) -> torch.distributed.HashStore:
-    """The store of a process group, as all ranks see it."""
-    store = torch.distributed.HashStore()
-    monkeypatch.setattr(recording_id, "is_in_process_group", lambda: True)
-    monkeypatch.setattr("torch.distributed.distributed_c10d._get_default_store", lambda: store)
-    return store
-
-
-def choose_on_ranks(monkeypatch: pytest.MonkeyPatch, *opened: str, already: int = 0) -> list[str]:
+def choose_on_ranks(*opened: str, store: Any, already: int = 0) -> list[str]:
     """The ids that ranks choose one after the other, each in a process of its own."""
+    return [
+        choose_recording_id(
+            time,
+            FOLDER,
+            rank=rank,
+            world_size=len(opened),
+            store=store,
+            num_agreed=Counter({FOLDER.name: already}),
+        )
+        for rank, time in enumerate(opened)
+    ]
+
+
+def test_all_ranks_have_the_id_that_the_first_one_offers() -> None:
+    ids = choose_on_ranks("10:00:01", "10:00:00", "10:00:02", store=dist.HashStore())
+    assert ids == ["10:00:01"] * 3
+
+
+def test_the_store_is_that_of_the_process_group() -> None:
+    store = dist.HashStore()
     ids = []
-    for rank, time in enumerate(opened):
-        monkeypatch.setattr(recording_id, "_num_agreed", Counter({FOLDER.name: already}))
-        ids.append(choose_recording_id(time, FOLDER, rank=rank, world_size=len(opened)))
-    return ids
+    for rank, time in enumerate(("10:00:01", "10:00:02")):
+        # A group of one process each, over one store, stands for the two processes of a job.
+        dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+        try:
+            ids.append(choose_recording_id(time, FOLDER, rank=rank, world_size=2, num_agreed=Counter()))
+        finally:
+            dist.destroy_process_group()
+    assert ids == ["10:00:01"] * 2
 
 
-def test_all_ranks_have_the_id_that_the_first_one_offers(
-    monkeypatch: pytest.MonkeyPatch, store: torch.distributed.HashStore
-) -> None:
-    assert choose_on_ranks(monkeypatch, "10:00:01", "10:00:00", "10:00:02") == ["10:00:01"] * 3
+def test_the_next_recording_into_a_folder_and_a_job_that_is_started_again_have_other_ids() -> None:
+    store = dist.HashStore()
+    first = choose_on_ranks("10:00:01", "10:00:02", store=store)
+    assert choose_on_ranks("10:30:01", "10:30:02", store=store, already=1) == ["10:30:01"] * 2
+    assert choose_on_ranks("11:00:01", "11:00:02", store=dist.HashStore()) == ["11:00:01"] * 2 != first
 
 
-def test_the_next_recording_into_a_folder_and_a_job_that_is_started_again_have_other_ids(
-    monkeypatch: pytest.MonkeyPatch, store: torch.distributed.HashStore
-) -> None:
-    first = choose_on_ranks(monkeypatch, "10:00:01", "10:00:02")
-    assert choose_on_ranks(monkeypatch, "10:30:01", "10:30:02", already=1) == ["10:30:01"] * 2
-    other_store = torch.distributed.HashStore()
-    monkeypatch.setattr("torch.distributed.distributed_c10d._get_default_store", lambda: other_store)
-    assert choose_on_ranks(monkeypatch, "11:00:01", "11:00:02") == ["11:00:01"] * 2 != first
+def test_a_process_counts_its_recordings_into_a_folder() -> None:
+    store, num_agreed = dist.HashStore(), Counter[str]()
+    ids = [
+        choose_recording_id(time, FOLDER, rank=0, world_size=2, store=store, num_agreed=num_agreed)
+        for time in ("10:00:01", "10:30:01")
+    ]
+    assert (ids, num_agreed) == (["10:00:01", "10:30:01"], {FOLDER.name: 2})
 
 
-def test_ranks_that_cannot_agree_say_so_in_their_ids(
-    monkeypatch: pytest.MonkeyPatch, store: torch.distributed.HashStore
-) -> None:
-    monkeypatch.setattr("torch.distributed.distributed_c10d._get_default_store", lambda: None)
+def test_ranks_that_cannot_agree_say_so_in_their_ids() -> None:
     said = ["10:00:01 of rank 0", "10:00:02 of rank 1"]
-    assert choose_on_ranks(monkeypatch, "10:00:01", "10:00:02") == said
-    monkeypatch.setattr(recording_id, "is_in_process_group", lambda: False)
-    assert choose_on_ranks(monkeypatch, "10:00:01", "10:00:02") == said
-    assert choose_on_ranks(monkeypatch, "10:00:01") == ["10:00:01"]
+    # A store of another kind has no such question.
+    assert choose_on_ranks("10:00:01", "10:00:02", store=object()) == said
+    assert choose_on_ranks("10:00:01", "10:00:02", store=None) == said
+    assert choose_on_ranks("10:00:01", store=None) == ["10:00:01"]
