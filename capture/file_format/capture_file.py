@@ -33,7 +33,7 @@ import json
 import math
 import pickle
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
 from pathlib import Path
@@ -83,8 +83,6 @@ MAX_FILE_BYTES = MAX_TENSOR_BYTES + 16 * 2**20
 _MAX_REMEMBERED_BYTES = 2**16
 # What a file's first pickle fits in.
 _MAX_HEAD_BYTES = 1024
-# The latest facts, pickled, with which a body could be read back.
-_latest_readable_facts = b""
 
 
 def write_call(
@@ -351,31 +349,42 @@ def encode_call(
         body["recording"] = recording
     counts = None if batch is None else Counts.from_batch(batch)
     encoded = EncodedCall(rank=origin.rank or 0, step=origin.step or 0, time=time, body=body, counts=counts)
-    _check_readable(encoded, name)
+    _read_back_check.check(encoded, name)
     return encoded
 
 
-def _check_readable(encoded: EncodedCall, source: str) -> None:
-    """Read the body back, unless it differs from the latest one that was read back in its tensors' bytes alone.
+class ReadBackCheck:
+    """Reads a body back, unless it differs from the latest one that was read back in its tensors' bytes alone.
 
-    Raises CaptureError. Most passes of a job differ in these alone, which cannot make a body unreadable, and the
-    reader is slow.
+    Most passes of a job differ in these alone, which cannot make a body unreadable, and the reader is slow.
+
+    read  reads a pickled body, and raises CaptureError for one that cannot be read
     """
-    global _latest_readable_facts
-    body = encoded.body
-    origin = {key: value for key, value in body["origin"].items() if key not in ("step", "time")}
-    parts = [
-        body["call_facts"],
-        body["left_out"],
-        origin,
-        list(body["tensors"]),
-        body.get("environment"),
-        body.get("training"),
-    ]
-    facts = pickle.dumps(parts, protocol=5)
-    if facts != _latest_readable_facts:
-        load_plain(encoded.pickle_parts()[1], source=source)
-        _latest_readable_facts = facts if len(facts) <= _MAX_REMEMBERED_BYTES else b""
+
+    def __init__(self, read: Callable[..., object] = load_plain) -> None:
+        self._read = read
+        # The latest facts, pickled, with which a body could be read back.
+        self._latest_readable_facts = b""
+
+    def check(self, encoded: EncodedCall, source: str) -> None:
+        """Raise CaptureError for a body that cannot be read back."""
+        body = encoded.body
+        origin = {key: value for key, value in body["origin"].items() if key not in ("step", "time")}
+        parts = [
+            body["call_facts"],
+            body["left_out"],
+            origin,
+            list(body["tensors"]),
+            body.get("environment"),
+            body.get("training"),
+        ]
+        facts = pickle.dumps(parts, protocol=5)
+        if facts != self._latest_readable_facts:
+            self._read(encoded.pickle_parts()[1], source=source)
+            self._latest_readable_facts = facts if len(facts) <= _MAX_REMEMBERED_BYTES else b""
+
+
+_read_back_check = ReadBackCheck()
 
 
 def add_noted_mask(tensors: Mapping[str, Tensor], notes: Mapping[str, Tensor]) -> Mapping[str, Tensor]:

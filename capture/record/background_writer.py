@@ -64,7 +64,7 @@ def warn(message: str) -> None:
 class BackgroundWriter(Generic[ItemT]):
     """Runs one daemon thread, which calls `handle` with each queued item, in order.
 
-    At most `max_queued` passes wait, with at most MAX_QUEUED_BYTES bytes in all; a larger pass waits alone.
+    At most `max_queued` passes wait, with at most `max_queued_bytes` bytes in all; a larger pass waits alone.
 
     num_dropped      passes dropped because the queue was full, because `handle` refused them (CaptureError) or failed,
                      because writing had stopped, or because `close` had been called. If writing stops while `handle`
@@ -94,6 +94,7 @@ class BackgroundWriter(Generic[ItemT]):
         handle: Callable[[ItemT], object],
         *,
         max_queued: int,
+        max_queued_bytes: int = MAX_QUEUED_BYTES,
         on_idle: Callable[[], None] = lambda: None,
         on_end: Callable[[bool], None] = lambda failed: None,
         flush_requested: threading.Event | None = None,
@@ -109,6 +110,7 @@ class BackgroundWriter(Generic[ItemT]):
         self._deadline = deadline
         self._on_deadline = on_deadline
         self._max_queued_passes = max_queued
+        self._max_queued_bytes = max_queued_bytes
         # Each item with its size in bytes, and whether it is a pass. The thread may take the first `_num_ready` of
         # them. The others become ready with the next `wake`, with an urgent item, `drain` or `close`, or when the
         # thread has waited in vain.
@@ -139,7 +141,8 @@ class BackgroundWriter(Generic[ItemT]):
         """Queue a pass, or drop it, without waiting. Returns whether it was queued."""
         with self._changed:
             # A pass larger than the queue may wait alone.
-            has_room_for_bytes = not self._num_queued_bytes or self._num_queued_bytes + num_bytes <= MAX_QUEUED_BYTES
+            num_bytes_then = self._num_queued_bytes + num_bytes
+            has_room_for_bytes = not self._num_queued_bytes or num_bytes_then <= self._max_queued_bytes
             is_full = self._num_queued_passes >= self._max_queued_passes or not has_room_for_bytes
             if self.failure is None and not self._is_closing and not is_full:
                 self._queue.append((item, num_bytes, True))
@@ -152,8 +155,8 @@ class BackgroundWriter(Generic[ItemT]):
         if must_warn:
             warn(
                 f"capture: the disk is slower than the job: at most {self._max_queued_passes} passes may "
-                f"wait, with at most {MAX_QUEUED_BYTES} bytes in all. New passes are dropped and counted until there "
-                "is room"
+                f"wait, with at most {self._max_queued_bytes} bytes in all. New passes are dropped and counted until "
+                "there is room"
             )
         return False
 

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from capture import capture_files, recording
-from capture.file_format import capture_file
-from capture.file_format.capture_file import encode_call, read_call
+from capture.file_format.capture_file import ReadBackCheck, encode_call, read_call
 from capture.file_format.micro_batch import CaptureError, Origin
+from capture.file_format.safe_unpickler import MAX_INSTRUCTIONS
 from capture.record import background_writer
-from capture.record.background_writer import BackgroundWriter
+from capture.record.background_writer import MAX_QUEUED_BYTES, BackgroundWriter
 from capture.record.host_copy import ArgumentCopier, copy_packed
 from capture.record.parameter_sampler import ParameterSampler
 
@@ -24,10 +24,12 @@ IDS_BS = torch.tensor([[0, 5, 9, 7], [3, 3, 0, 0]])
 class Handled:
     """What a writer's thread did, in its order."""
 
-    def __init__(self) -> None:
+    def __init__(self, max_queued_bytes: int = MAX_QUEUED_BYTES) -> None:
         self.done: list[str] = []
         self._changed = threading.Condition()
-        self.writer = BackgroundWriter[str](self.note, max_queued=8, on_idle=lambda: self.note("idle"))
+        self.writer = BackgroundWriter[str](
+            self.note, max_queued=8, max_queued_bytes=max_queued_bytes, on_idle=lambda: self.note("idle")
+        )
 
     def note(self, what: str) -> None:
         with self._changed:
@@ -86,14 +88,20 @@ def test_without_a_forwards_end_it_works_soon_after(handled: Handled) -> None:
 
 
 @pytest.mark.usefixtures("no_timeout")
-def test_a_pass_larger_than_the_queue_waits_alone(handled: Handled, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(background_writer, "MAX_QUEUED_BYTES", 10)
+def test_a_pass_larger_than_the_queue_waits_alone() -> None:
+    handled = Handled(max_queued_bytes=10)
     assert handled.writer.queue_pass("large", 11)
     with pytest.warns(RuntimeWarning, match="the disk is slower than the job"):
         assert not handled.writer.queue_pass("small", 1)
     handled.writer.wake()
     handled.wait_for("large", "idle")
     assert handled.writer.queue_pass("small", 1)
+    handled.writer.close(max_seconds=SECONDS)
+
+
+def read_messages(recwarn: pytest.WarningsRecorder) -> list[str]:
+    """What was warned of so far, in the writer's thread too."""
+    return [str(warning.message) for warning in recwarn]
 
 
 class Refusing:
@@ -107,14 +115,7 @@ class Refusing:
             raise CaptureError("it is no micro-batch")
 
 
-@pytest.fixture
-def warned(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    messages: list[str] = []
-    monkeypatch.setattr(background_writer, "warn", messages.append)
-    return messages
-
-
-def test_after_a_refused_pass_the_thread_is_idle_as_after_any(warned: list[str]) -> None:
+def test_after_a_refused_pass_the_thread_is_idle_as_after_any(recwarn: pytest.WarningsRecorder) -> None:
     is_idle = threading.Event()
     writer = Refusing(is_idle.set).writer
     writer.queue_pass("refused", 1)
@@ -123,7 +124,7 @@ def test_after_a_refused_pass_the_thread_is_idle_as_after_any(warned: list[str])
     writer.close(max_seconds=SECONDS)
     assert (writer.num_dropped, writer.refusal, writer.failure) == (1, "it is no micro-batch", None)
     said = "capture: a pass cannot be kept and is dropped: it is no micro-batch. Further such passes are counted"
-    assert warned == [f"{said} without a warning"]
+    assert read_messages(recwarn) == [f"{said} without a warning"]
 
 
 def test_to_drain_waits_until_the_thread_is_idle() -> None:
@@ -205,7 +206,7 @@ def test_to_drain_waits_for_the_item_that_the_thread_is_in_the_midst_of(kind: st
 @pytest.mark.usefixtures("no_timeout")
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_the_thread_is_in_the_midst_of_when_writing_stops_is_lost_if_it_is_a_pass(
-    kind: str, blocked: Blocked, warned: list[str]
+    kind: str, blocked: Blocked, recwarn: pytest.WarningsRecorder
 ) -> None:
     queue_item(blocked.writer, kind)
     assert blocked.has_begun.wait(SECONDS)
@@ -216,14 +217,14 @@ def test_what_the_thread_is_in_the_midst_of_when_writing_stops_is_lost_if_it_is_
     assert blocked.has_ended.wait(SECONDS)
     # It was written after all.
     assert (blocked.writer.num_dropped, blocked.done) == (0, ["item"])
-    assert len(warned) == 1
+    assert len(read_messages(recwarn)) == 1
 
 
 @pytest.mark.usefixtures("no_timeout")
-def test_passes_and_small_items_take_no_room_from_each_other(warned: list[str]) -> None:
+def test_passes_and_small_items_take_no_room_from_each_other(recwarn: pytest.WarningsRecorder) -> None:
     """Two passes may wait, and eight small items; what the thread has taken waits no more, nor do its bytes."""
     blocked = Blocked(max_queued=2)
-    assert blocked.writer.queue_pass("taken", background_writer.MAX_QUEUED_BYTES)
+    assert blocked.writer.queue_pass("taken", MAX_QUEUED_BYTES)
     blocked.writer.wake()
     assert blocked.has_begun.wait(SECONDS)
     assert blocked.writer.queue_pass("first", 1)
@@ -235,10 +236,10 @@ def test_passes_and_small_items_take_no_room_from_each_other(warned: list[str]) 
     assert blocked.writer.num_dropped == 1
     blocked.finish()
     assert blocked.done == ["taken", "first", *map(str, range(8)), "second", "urgent"]
-    assert len(warned) == 1
+    assert len(read_messages(recwarn)) == 1
 
 
-def test_a_deadline_that_cannot_be_read_stops_writing_with_a_warning(warned: list[str]) -> None:
+def test_a_deadline_that_cannot_be_read_stops_writing_with_a_warning(recwarn: pytest.WarningsRecorder) -> None:
     class Unreadable:
         def seconds_left(self) -> float | None:
             raise OSError("no clock")
@@ -247,18 +248,18 @@ def test_a_deadline_that_cannot_be_read_stops_writing_with_a_warning(warned: lis
     writer = BackgroundWriter[str](lambda item: None, max_queued=8, on_end=ends.append, deadline=Unreadable())
     writer.close(max_seconds=SECONDS)
     assert (type(writer.failure), ends) == (OSError, [True])
-    assert ["no clock" in message for message in warned] == [True]
+    assert ["no clock" in message for message in read_messages(recwarn)] == [True]
 
 
-def test_a_refused_item_that_is_no_pass_is_told_and_stops_writing(warned: list[str]) -> None:
+def test_a_refused_item_that_is_no_pass_is_told_and_stops_writing(recwarn: pytest.WarningsRecorder) -> None:
     writer = Refusing().writer
     writer.queue_small_item("refused", is_urgent=True)
     writer.close(max_seconds=SECONDS)
     assert isinstance(writer.failure, CaptureError)
-    assert ["it is no micro-batch" in message for message in warned] == [True]
+    assert ["it is no micro-batch" in message for message in read_messages(recwarn)] == [True]
 
 
-def test_what_fails_after_a_pass_was_handled_does_not_lose_it(warned: list[str]) -> None:
+def test_what_fails_after_a_pass_was_handled_does_not_lose_it(recwarn: pytest.WarningsRecorder) -> None:
     def fail() -> None:
         raise OSError("no space")
 
@@ -384,25 +385,34 @@ def test_memory_of_arguments_is_used_again_once_it_is_given_back_and_not_before(
     assert copier.copy({"ids": torch.zeros(2**22 + 1)}).memory is None
 
 
-def test_each_new_fact_is_read_back_and_one_like_the_last_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_new_fact_is_read_back_and_one_like_the_last_is_not() -> None:
     read: list[str] = []
-    monkeypatch.setattr(capture_file, "load_plain", lambda payload, source: read.append(source))
-    monkeypatch.setattr(capture_file, "_latest_readable_facts", b"")
 
-    def encode(step: int, **facts: object) -> None:
-        encode_call({"input_ids": IDS_BS + step}, facts, trains=True, origin=Origin(source="", step=step, rank=0))
+    def read_body(payload: bytes, source: str) -> None:
+        read.append(source)
+        if source == "unreadable":
+            raise CaptureError("unreadable")
+
+    checker = ReadBackCheck(read_body)
+
+    def check(step: int, scale: float, source: str = "") -> None:
+        origin = Origin(source="", step=step, rank=0)
+        call = encode_call({"input_ids": IDS_BS + step}, {"scale": scale}, trains=True, origin=origin)
+        checker.check(call, source)
 
     for step in range(3):
-        encode(step, scale=2.0)
+        check(step, scale=2.0)
     assert len(read) == 1
-    encode(3, scale=3.0)
+    check(3, scale=3.0)
     assert len(read) == 2
-
-    def refuses(payload: bytes, source: str) -> None:
-        raise CaptureError("unreadable")
-
-    monkeypatch.setattr(capture_file, "load_plain", refuses)
     # A fact that was refused once must not count as one that can be read.
     for _ in range(2):
         with pytest.raises(CaptureError):
-            encode(4, scale=4.0)
+            check(4, scale=4.0, source="unreadable")
+
+
+def test_a_fact_that_the_reader_refuses_is_refused_each_time_it_is_encoded() -> None:
+    facts = {"scales": [None] * MAX_INSTRUCTIONS}
+    for step in range(2):
+        with pytest.raises(CaptureError, match="instructions"):
+            encode_call({"input_ids": IDS_BS}, facts, trains=True, origin=Origin(source="", step=step, rank=0))
