@@ -4,7 +4,7 @@ import math
 import signal
 import time
 from collections import Counter, deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -61,7 +61,14 @@ class SlowStepWatch:
     lock: a signal's handler may stop the job's thread anywhere, and wait for the writer's.
     """
 
-    def __init__(self, factor: float | None = None, *, max_seconds: float | None = None) -> None:
+    def __init__(
+        self,
+        factor: float | None = None,
+        *,
+        max_seconds: float | None = None,
+        read_clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._read_clock = read_clock
         self._factor = factor
         self._max_seconds = max_seconds
         self.has_limit = factor is not None or max_seconds is not None
@@ -73,7 +80,7 @@ class SlowStepWatch:
 
     def begin_step(self, forward: int) -> bool:
         """Begin a step. Returns whether `pop_slow_step` has something: the step before this one was too slow."""
-        now = time.monotonic()
+        now = self._read_clock()
         if (previous := self._running) is not None:
             seconds = now - previous.began
             if previous.max_seconds is not None and seconds > previous.max_seconds:
@@ -94,12 +101,12 @@ class SlowStepWatch:
         running = self._running
         if running is None or running.max_seconds is None or running.forward == self._reported_forward:
             return None
-        return max(0.0, running.began + running.max_seconds - time.monotonic())
+        return max(0.0, running.began + running.max_seconds - self._read_clock())
 
     def pop_slow_step(self) -> tuple[int, str] | None:
         """Return the forward that began a slow step, and a message. Each step is returned once."""
         if (running := self._running) is not None and running.max_seconds is not None:
-            seconds = time.monotonic() - running.began
+            seconds = self._read_clock() - running.began
             if seconds >= running.max_seconds:
                 self._slow_steps.append((running.forward, seconds, running.max_seconds))
         while True:

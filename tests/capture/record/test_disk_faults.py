@@ -143,10 +143,10 @@ KINDS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("stays_bad", [True, False])
 def test_a_disk_that_fails_at_any_call_changes_nothing_for_the_job(
-    kind: str, stays_bad: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: str, stays_bad: bool, tmp_path: Path, shared_memory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # so that a disk that fails is the folder's alone
-    monkeypatch.setattr(capture.black_box.flight_recorder, "SHARED_MEMORY", tmp_path / "none")
+    shared_memory.rmdir()
     undisturbed, _ = train(None)
     with monkeypatch.context() as patch:
         whole = BadDisk(tmp_path / "whole", range(0))

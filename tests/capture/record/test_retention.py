@@ -288,10 +288,9 @@ def test_a_step_that_hangs_is_written_while_it_hangs(tmp_path: Path, monkeypatch
     assert (found.what, found.where, found.forward) == ("slow step", "step", 11)
 
 
-def test_the_median_of_steps_decides_what_is_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_median_of_steps_decides_what_is_slow() -> None:
     now = [0.0]
-    monkeypatch.setattr("capture.black_box.black_box.time.monotonic", lambda: now[0])
-    watch = SlowStepWatch(3.0)
+    watch = SlowStepWatch(3.0, read_clock=lambda: now[0])
     for step in range(9):
         assert not watch.begin_step(step)
         now[0] += 1.0
@@ -322,10 +321,9 @@ def test_a_slow_step_is_so_many_times_the_median_or_seconds(
     assert (keep.slow_step, keep.slow_seconds) == (factor, seconds)
 
 
-def test_a_limit_in_seconds_holds_from_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_limit_in_seconds_holds_from_the_first_step() -> None:
     now = [0.0]
-    monkeypatch.setattr("capture.black_box.black_box.time.monotonic", lambda: now[0])
-    watch = SlowStepWatch(max_seconds=60.0)
+    watch = SlowStepWatch(max_seconds=60.0, read_clock=lambda: now[0])
     assert watch.seconds_left() is None
     assert not watch.begin_step(0)
     now[0] += 59.0
@@ -502,30 +500,27 @@ def test_a_training_thread_that_is_not_the_main_thread_records_and_reports(tmp_p
 
 
 def test_the_next_recording_saves_the_flight_recorder_of_a_process_that_died(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, shared_memory: Path
 ) -> None:
-    shared = tmp_path / "shm"
-    shared.mkdir()
-    monkeypatch.setattr(capture.black_box.flight_recorder, "SHARED_MEMORY", shared)
     model, folder = TinyModel(), tmp_path / "run"
     with recording(model, folder, flight_recorder=3) as recorder:
         for _ in range(5):
             model(IDS_BS)
             recorder.note(grad_norm=0.5)
         recorder.flush()
-        [spool] = shared.iterdir()
+        [spool] = shared_memory.iterdir()
         assert spool.stat().st_mode & 0o777 == 0o700
         assert len(list(spool.glob("*.pkl"))) == 3
         assert list(find_dead_spools(folder)) == []
         # An earlier process with this process's number would have left it so.
-        copy = shared / (spool.name[:-8] + "00000000")
+        copy = shared_memory / (spool.name[:-8] + "00000000")
         shutil.copytree(spool, copy)
         torn = max(copy.glob("*.pkl"))
         torn.write_bytes(torn.read_bytes()[:-9])
-    assert list(shared.iterdir()) == [copy]
+    assert list(shared_memory.iterdir()) == [copy]
     with recording(model, folder) as recorder:
         model(IDS_BS)
-    assert list(shared.iterdir()) == []
+    assert list(shared_memory.iterdir()) == []
     assert steps_in(folder) == [0, 2, 3]
     [found] = read_incidents(folder)[0].incidents
     assert (found.what, found.forward, len(found.files), found.num_not_copied) == ("died", 4, 2, 1)
@@ -534,17 +529,14 @@ def test_the_next_recording_saves_the_flight_recorder_of_a_process_that_died(
     assert recorder.num_written == 1
 
 
-def test_without_shared_memory_passes_are_in_memory_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    shared = tmp_path / "shm"
-    shared.mkdir()
-    monkeypatch.setattr(capture.black_box.flight_recorder, "SHARED_MEMORY", shared)
+def test_without_shared_memory_passes_are_in_memory_alone(tmp_path: Path, shared_memory: Path) -> None:
     model = TinyModel()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         with recording(model, tmp_path / "run", flight_recorder=3) as recorder:
             model(IDS_BS)
             recorder.flush()
-            shutil.rmtree(shared)
+            shutil.rmtree(shared_memory)
             for _ in range(3):
                 model(IDS_BS)
             recorder.note(loss=math.nan)
