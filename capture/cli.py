@@ -30,7 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     typed = sys.argv[1:] if arguments is None else list(arguments)
     asks_for_words = "--help-all" in typed or ("convert" in typed and not {"-h", "--help"}.isdisjoint(typed))
-    parsed = _parser(has_importers=asks_for_words).parse_args(typed)
+    parsed = build_parser(has_importers=asks_for_words).parse_args(typed)
     return int(parsed.action(parsed))
 
 
@@ -54,14 +54,12 @@ class _HelpOfAllCommands(argparse.Action):
 
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
         parser.print_help()
-        for option in parser._actions:
-            if isinstance(option, argparse._SubParsersAction):
-                for command in option.choices.values():
-                    print(f"\n\n{command.format_help()}", end="")
+        for command in list_commands(parser).values():
+            print(f"\n\n{command.format_help()}", end="")
         parser.exit()
 
 
-def _parser(*, has_importers: bool = False) -> argparse.ArgumentParser:
+def build_parser(*, has_importers: bool = False) -> argparse.ArgumentParser:
     """Build the parser. Each command but `run` takes a folder first, and has its function as `action`.
 
     has_importers  the help of `convert --from` has its words, which are declared where dumps are read: with torch
@@ -295,7 +293,7 @@ def _print_usage_error(error: Exception) -> int:
 
 def spell_in_flags(error: Exception) -> str:
     """Return an error's sentence with settings as they are typed in this command line."""
-    flags = dict(_list_flags(_parser()))
+    flags = dict(list_flags(build_parser()))
 
     def spell(setting: Setting) -> str:
         flag = flags.get(setting.name, flag_of(setting.name))
@@ -304,14 +302,28 @@ def spell_in_flags(error: Exception) -> str:
     return spell_settings(error.text if isinstance(error, FactError) else str(error), spell)
 
 
-def _list_flags(parser: argparse.ArgumentParser) -> Iterator[tuple[str, str]]:
+def list_declared(parser: argparse.ArgumentParser) -> list[argparse.Action]:
+    """List the options and arguments that a parser declares, for which argparse has no public way."""
+    return list(parser._actions)
+
+
+def list_commands(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
+    """Return the parsers of the commands below a parser, by name."""
+    return {
+        name: command
+        for action in list_declared(parser)
+        if isinstance(action, argparse._SubParsersAction)
+        for name, command in action.choices.items()
+    }
+
+
+def list_flags(parser: argparse.ArgumentParser) -> Iterator[tuple[str, str]]:
     """Yield the name and the flag of each option of a parser, and of the commands below it."""
-    for option in parser._actions:
-        if isinstance(option, argparse._SubParsersAction):
-            for command in option.choices.values():
-                yield from _list_flags(command)
-        elif option.option_strings:
+    for option in list_declared(parser):
+        if option.option_strings:
             yield option.dest, option.option_strings[-1]
+    for command in list_commands(parser).values():
+        yield from list_flags(command)
 
 
 def _check(parsed: argparse.Namespace) -> int:

@@ -183,10 +183,10 @@ def fork_server_as_a_users() -> Iterator[None]:
     """Start the fork server of replays with all its imports, as a user's command does."""
     from replay.processes import forkserver
 
-    forkserver._forget_server()
+    forkserver.forget_server()
     with patch.object(warm, "warm_bin", lambda: warm.COLD_BIN):
         yield
-    forkserver._forget_server()
+    forkserver.forget_server()
 
 
 @pytest.fixture
@@ -194,10 +194,10 @@ def forks_compile_to_graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Compile in forks that replay to graphs alone, as `compiles_to_graphs` does in this process."""
     from replay.processes import forkserver
 
-    forkserver._forget_server()
+    forkserver.forget_server()
     monkeypatch.setenv(warm.GRAPHS, "1")
     yield
-    forkserver._forget_server()
+    forkserver.forget_server()
 
 
 @pytest.fixture(scope="session")
@@ -244,6 +244,16 @@ def proofs_once() -> Iterator[None]:
 
     with proved_once():
         yield
+
+
+@pytest.fixture
+def shared_memory(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder that stands for this machine's shared memory, where flight recorders are kept."""
+    from capture.black_box import flight_recorder
+
+    folder = tmp_path_factory.mktemp("shared-memory")
+    monkeypatch.setattr(flight_recorder, "SHARED_MEMORY", folder)
+    return folder
 
 
 @pytest.fixture(scope="session")

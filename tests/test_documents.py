@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import pytest
 
-from capture.cli import _parser as build_capture_parser
+from capture.cli import build_parser as build_capture_parser
 from docs import write_api, write_options
 from replay.command_line.cli import parse_command_line
 from tests.helpers.machine import job_environment

@@ -9,9 +9,9 @@ import pytest
 
 from actor_init.spec import ActorSpec, Compile, UsageError
 from capture import CaptureError
-from capture.cli import _list_flags, _parser, spell_in_flags
+from capture.cli import build_parser, list_flags, spell_in_flags
 from capture.facts import FactError, Setting
-from replay.command_line.cli import _build_commands
+from replay.command_line.cli import build_commands
 from replay.options.option_parsing import format_error_with_flags, list_options
 
 ROOT = Path(__file__).parents[1]
@@ -132,10 +132,10 @@ def test_each_setting_that_an_error_names_is_declared_as_an_option() -> None:
         if node.args and isinstance(node.args[0], ast.Constant)
     }
     assert {path.split("/")[0] for path, _ in named} == {"actor_init", "capture", "replay"}
-    of_capture = {name for name, _ in _list_flags(_parser())}
+    of_capture = {name for name, _ in list_flags(build_parser())}
     of_commands = {
         flag.removeprefix("--").replace("-", "_")
-        for command in _build_commands().commands.values()
+        for command in build_commands().commands.values()
         for option in command.params
         for flag in option.opts
     }

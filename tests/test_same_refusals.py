@@ -10,7 +10,8 @@ from benchmarks.same_refusals.lines import command_lines
 
 TREE = Tree(code=Path("/work/code"), home=Path("/tmp/same/base"), environment={})
 OTHER = Tree(code=Path("/tmp/same/code"), home=Path("/tmp/same/here"), environment={})
-REFUSED = Ended(2, "", "replay: --tp 3 does not divide 4 heads. Try: --tp 2\n")
+SAID = "replay: --tp 3 does not divide 4 heads. Try: --tp 2\n"
+REFUSED = Ended(2, "", SAID)
 
 
 def test_a_refusal_is_the_same_as_itself_and_its_exit_code_is_a_line() -> None:
@@ -21,10 +22,10 @@ def test_a_refusal_is_the_same_as_itself_and_its_exit_code_is_a_line() -> None:
 @pytest.mark.parametrize(
     ("other", "difference"),
     [
-        (REFUSED._replace(errors=REFUSED.errors.replace("--tp 2", "--tp  2")), "+replay: --tp 3 does not divide 4"),
-        (REFUSED._replace(exit_code=1), "+1"),
-        (REFUSED._replace(output="more\n"), "+more"),
-        (REFUSED._replace(errors=""), "-replay: --tp 3 does not divide 4"),
+        (Ended(2, "", SAID.replace("--tp 2", "--tp  2")), "+replay: --tp 3 does not divide 4"),
+        (Ended(1, "", SAID), "+1"),
+        (Ended(2, "more\n", SAID), "+more"),
+        (Ended(2, "", ""), "-replay: --tp 3 does not divide 4"),
     ],
 )
 def test_another_text_or_exit_code_is_shown_as_a_difference(other: Ended, difference: str) -> None:

@@ -37,7 +37,7 @@ class SharedFolder:
     """One recording's directory in shared memory, locked until `close`. Raises OSError where it cannot be made."""
 
     def __init__(self, folder: Path, rank: int) -> None:
-        self.directory = SHARED_MEMORY / f"{_directory_prefix(folder)}{rank}-{os.getpid()}-{secrets.token_hex(4)}"
+        self.directory = SHARED_MEMORY / f"{format_directory_prefix(folder)}{rank}-{os.getpid()}-{secrets.token_hex(4)}"
         self.directory.mkdir(mode=0o700)
         _locks[self.directory] = os.open(self.directory, os.O_RDONLY | os.O_CLOEXEC)
         fcntl.flock(_locks[self.directory], fcntl.LOCK_EX)
@@ -110,7 +110,7 @@ def find_dead_spools(folder: Path) -> Generator[DeadSpool, None, None]:
     """
     if not SHARED_MEMORY.is_dir():
         return
-    directory_name = re.compile(re.escape(_directory_prefix(folder)) + r"(\d+)-(\d+)-[0-9a-f]{8}")
+    directory_name = re.compile(re.escape(format_directory_prefix(folder)) + r"(\d+)-(\d+)-[0-9a-f]{8}")
     for directory in sorted(SHARED_MEMORY.iterdir()):
         match = directory_name.fullmatch(directory.name)
         if match is None:
@@ -138,7 +138,8 @@ def _read_encoded_call(path: Path) -> EncodedCall:
     return EncodedCall(rank=rank, step=step, time=time, body=body, counts=call.count())
 
 
-def _directory_prefix(folder: Path) -> str:
+def format_directory_prefix(folder: Path) -> str:
+    """Return how the names of the directories begin that hold the flight recorders of a folder's ranks."""
     return f"capture-{os.getuid()}-{zlib.crc32(os.fsencode(os.path.realpath(folder))):08x}-rank"
 
 

@@ -137,7 +137,8 @@ for group, commands in COMMANDS.items():
 
 
 @cache
-def _build_commands() -> Any:
+def build_commands() -> Any:
+    """Build the program with its commands, as typer has them once all are declared."""
     return typer.main.get_command(app)
 
 
@@ -146,7 +147,7 @@ def parse_command_line(typed: Sequence[str]) -> Any:
 
     Raises UsageError, or the error of typer, where it is wrong.
     """
-    return _build_commands()(join_optional_values(typed), prog_name="replay", standalone_mode=False, obj=tuple(typed))
+    return build_commands()(join_optional_values(typed), prog_name="replay", standalone_mode=False, obj=tuple(typed))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -27,7 +27,7 @@ CONTEXT.set_forkserver_preload(PRELOAD)
 _lock = threading.Lock()
 
 
-def _forget_server() -> None:
+def forget_server() -> None:
     """Have a fork of this process start a server of its own. The parent's is no child of it that it could wait for."""
     global _lock
     # Another thread may have held the lock, or that of the server, as this process was forked.
@@ -40,7 +40,7 @@ def _forget_server() -> None:
     CONTEXT.set_forkserver_preload(PRELOAD)
 
 
-os.register_at_fork(after_in_child=_forget_server)
+os.register_at_fork(after_in_child=forget_server)
 
 
 def start(
@@ -79,7 +79,7 @@ def _run_in_fork(*task: Any) -> None:
     """
     end_with_parent()
     # Python ends the server when its last client has gone, and each fork is a client while it has this descriptor.
-    _forget_server()
+    forget_server()
     _run(*task)
 
 

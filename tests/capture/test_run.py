@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 from capture import capture_files, read_micro_batch, recording
 from capture.child_processes import record_children
-from capture.cli import _parser, main
+from capture.cli import build_parser, list_commands, list_declared, main
 from capture.module_search import ModuleSearch, TrainedLanguageModel, has_class_name
 from capture.record.recorder import Recorder
 from capture.run import ModelSearch, RecordingOrder
@@ -32,9 +32,7 @@ from tests.helpers.causal_lms import IDS_BS, Outer, Tiny, lm
 from tests.warm import warm_bin
 
 ROOT = Path(__file__).resolve().parents[2]
-COMMANDS: dict[str, argparse.ArgumentParser] = next(
-    action.choices for action in _parser()._actions if isinstance(action, argparse._SubParsersAction)
-)
+COMMANDS = list_commands(build_parser())
 original_call = nn.Module.__call__
 
 MODEL = """
@@ -196,7 +194,7 @@ def test_help_is_short_and_says_what_each_value_is(
     assert len(lines) <= 60
     # Each option has its text beside it.
     assert [line for line in lines if re.fullmatch(r"  -.*\S", line) and "  " not in line.strip()] == []
-    for action in COMMANDS[typed[0]]._actions if typed else ():
+    for action in list_declared(COMMANDS[typed[0]]) if typed else ():
         assert action.nargs == 0 or action.metavar is not None or action.help == argparse.SUPPRESS, action.dest
 
 

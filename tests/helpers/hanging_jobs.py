@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import nn
 
 from capture import recording
-from capture.black_box.flight_recorder import SHARED_MEMORY, _directory_prefix
+from capture.black_box.flight_recorder import SHARED_MEMORY, format_directory_prefix
 from capture.black_box.incidents import read_incidents
 from capture.black_box.position_page import LastPosition, read_position
 from tests.helpers.planned_jobs import TwoHeads
@@ -115,7 +115,7 @@ def train(name: str, folder: Path, rank: int) -> None:
 
 
 def positions(folder: Path) -> list[LastPosition]:
-    found = [read_position(path) for path in SHARED_MEMORY.glob(f"{_directory_prefix(folder)}*")]
+    found = [read_position(path) for path in SHARED_MEMORY.glob(f"{format_directory_prefix(folder)}*")]
     return [record for record in found if record is not None]
 
 
