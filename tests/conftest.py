@@ -247,6 +247,12 @@ def proofs_once() -> Iterator[None]:
 
 
 @pytest.fixture
+def no_process_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This process is in no process group, though other tests keep one open."""
+    monkeypatch.setattr("torch.distributed.is_initialized", lambda: False)
+
+
+@pytest.fixture
 def shared_memory(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder that stands for this machine's shared memory, where flight recorders are kept."""
     from capture.black_box import flight_recorder

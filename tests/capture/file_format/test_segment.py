@@ -55,9 +55,10 @@ def segment_path(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def as_rank(monkeypatch: pytest.MonkeyPatch) -> Any:
+def as_rank(no_process_group: None, monkeypatch: pytest.MonkeyPatch) -> Any:
     def become(rank: int, world_size: int) -> None:
-        monkeypatch.setattr(capture.record.recorder, "read_rank_and_world_size", lambda: (rank, world_size))
+        monkeypatch.setenv("RANK", str(rank))
+        monkeypatch.setenv("WORLD_SIZE", str(world_size))
 
     return become
 

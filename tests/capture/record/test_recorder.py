@@ -124,11 +124,10 @@ def test_arguments_are_kept_under_the_names_of_the_models_forward(
     assert batch.left_out == {}
 
 
+@pytest.mark.usefixtures("no_process_group")
 def test_the_origin_says_where_and_when(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "3")
     monkeypatch.setenv("WORLD_SIZE", "8")
-    # Other tests keep a process group open.
-    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: False)
     model = TinyModel()
     with recording(model, tmp_path):
         train(model, num_steps=3)

@@ -4,6 +4,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import pytest
 from torch import distributed as dist
 
 from capture.record.recording_id import choose_recording_id
@@ -31,17 +32,18 @@ def test_all_ranks_have_the_id_that_the_first_one_offers() -> None:
     assert ids == ["10:00:01"] * 3
 
 
-def test_the_store_is_that_of_the_process_group() -> None:
-    store = dist.HashStore()
-    ids = []
-    for rank, time in enumerate(("10:00:01", "10:00:02")):
-        # A group of one process each, over one store, stands for the two processes of a job.
-        dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-        try:
-            ids.append(choose_recording_id(time, FOLDER, rank=rank, world_size=2, num_agreed=Counter()))
-        finally:
-            dist.destroy_process_group()
+@pytest.mark.usefixtures("world")
+def test_the_store_is_that_of_the_process_group(tmp_path: Path) -> None:
+    ids = [
+        choose_recording_id(time, tmp_path, rank=rank, world_size=2, num_agreed=Counter())
+        for rank, time in enumerate(("10:00:01", "10:00:02"))
+    ]
     assert ids == ["10:00:01"] * 2
+
+
+@pytest.mark.usefixtures("no_process_group")
+def test_ranks_without_a_process_group_have_ids_of_their_own() -> None:
+    assert choose_on_ranks("10:00:01", "10:00:02", store=None) == ["10:00:01 of rank 0", "10:00:02 of rank 1"]
 
 
 def test_the_next_recording_into_a_folder_and_a_job_that_is_started_again_have_other_ids() -> None:
@@ -64,5 +66,4 @@ def test_ranks_that_cannot_agree_say_so_in_their_ids() -> None:
     said = ["10:00:01 of rank 0", "10:00:02 of rank 1"]
     # A store of another kind has no such question.
     assert choose_on_ranks("10:00:01", "10:00:02", store=object()) == said
-    assert choose_on_ranks("10:00:01", "10:00:02", store=None) == said
     assert choose_on_ranks("10:00:01", store=None) == ["10:00:01"]
