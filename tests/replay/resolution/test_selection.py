@@ -2,6 +2,7 @@
 
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -167,6 +168,33 @@ def test_a_folder_of_damaged_files_leaves_nothing_to_replay_but_their_names(tmp_
     chosen = select(InputsSpec(inputs=tmp_path), 0, 1)
     assert chosen.inputs == []
     assert [path for path, _ in chosen.damaged] == [path]
+
+
+@pytest.mark.parametrize(
+    ("settings", "num_data_ranks", "is_whole"),
+    [
+        ({}, 1, True),
+        ({}, 2, False),  # rank 0 has one input more than rank 1
+        ({"uneven": True}, 2, True),
+        ({"epochs": 2, "shuffle_inputs": True}, 1, True),
+        ({"skip_inputs": 1}, 1, False),
+        ({"max_inputs": 3}, 1, False),
+        ({"pick_inputs": "0,2"}, 1, False),
+    ],
+)
+def test_a_selection_is_whole_if_no_pass_of_the_job_is_left_out(
+    settings: dict[str, Any], num_data_ranks: int, is_whole: bool, tmp_path: Path
+) -> None:
+    write_passes(tmp_path, {0: "ttrt", 1: "tt"})
+    ranks = select_on_all_ranks(num_data_ranks, InputsSpec(inputs=tmp_path, **settings))
+    assert [chosen.is_whole for chosen in ranks] == [is_whole] * num_data_ranks
+
+
+def test_neither_one_file_nor_a_folder_with_a_damaged_one_is_the_whole_job(tmp_path: Path) -> None:
+    [paths] = write_passes(tmp_path, {0: "ttt"}).values()
+    assert not select(InputsSpec(input_file=paths[0]), 0, 1).is_whole
+    damage(paths[2])
+    assert not select(InputsSpec(inputs=tmp_path), 0, 1).is_whole
 
 
 def test_max_inputs_counts_the_epochs_of_one_input_file(tmp_path: Path) -> None:
