@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -302,3 +303,85 @@ def test_ranks_expect_of_a_pass_what_its_second_run_took_on_the_slowest(
 
     results = call_on_ranks(run_on_rank, [CPU] * 2)
     assert results == [(seconds, is_once, {True: [(80, expected)]}) for seconds in second_run]
+
+
+def make_rank_records(
+    seconds: float,
+    tokens: int = 80,
+    *,
+    host_shares: Sequence[float] = (0.8,),
+    has_backward: bool = True,
+    **changes: Any,
+) -> list[PassRecord]:
+    """A pass of `seconds` on each rank; its host launches kernels for a share of them."""
+    names = ("forward", "backward") if has_backward else ("forward",)
+    return [
+        record(
+            9,
+            phases={
+                name: replace(cost(seconds / len(names)), host_seconds=share * seconds / len(names)) for name in names
+            }
+            # A step is not run again, so its seconds tell nothing.
+            | {"step": replace(cost(50.0), host_seconds=50.0)},
+            fed_tokens=tokens,
+            rank=rank,
+            **changes,
+        )
+        for rank, share in enumerate(host_shares)
+    ]
+
+
+def learn_three_passes() -> first_uses.ExpectedTimes:
+    times = first_uses.ExpectedTimes()
+    times.learn(make_rank_records(1.0, 80))
+    times.learn(make_rank_records(9.0, 40), second_run_seconds=2.0)
+    times.learn(make_rank_records(1.5, 80))
+    # None of these counts.
+    times.learn(make_rank_records(99.0, 80, warmup=True))
+    times.learn(make_rank_records(99.0, 80, first_uses=["compiled"]))
+    return times
+
+
+@pytest.mark.parametrize(
+    ("tokens", "most"),
+    [
+        (40, 3.0),  # 2 s for as many tokens
+        (20, 3.0),  # fewer tokens may take as long
+        (80, 6.0),  # twice the tokens of the slowest pass, twice its seconds
+        (160, 12.0),
+    ],
+)
+def test_a_pass_is_slow_beyond_the_most_that_passes_so_far_let_expect(tokens: int, most: float) -> None:
+    times = learn_three_passes()
+    assert times.is_unexpectedly_slow(make_rank_records(most + 0.01, tokens))
+    assert not times.is_unexpectedly_slow(make_rank_records(most - 0.01, tokens))
+
+
+@pytest.mark.parametrize(
+    ("changes", "is_slow"),
+    [
+        ({}, True),
+        ({"host_shares": (0.1, 0.8)}, True),  # one rank's host holds up all
+        ({"host_shares": (0.79, 0.1)}, False),
+        ({"warmup": True}, False),
+        ({"traced": True}, False),
+        ({"first_uses": ["compiled"]}, False),
+        ({"new_graphs": 1}, False),
+        ({"error": "boom"}, False),
+    ],
+    ids=str,
+)
+def test_only_a_pass_that_would_count_and_waited_for_its_host_is_run_again(
+    changes: dict[str, Any], is_slow: bool
+) -> None:
+    assert learn_three_passes().is_unexpectedly_slow(make_rank_records(60.0, **changes)) is is_slow
+
+
+def test_passes_without_a_backward_are_held_to_their_own_times() -> None:
+    times = learn_three_passes()
+    # Of the first such pass nothing is expected.
+    assert times.is_unexpectedly_slow(make_rank_records(0.1, has_backward=False))
+    times.learn(make_rank_records(0.1, has_backward=False))
+    assert not times.is_unexpectedly_slow(make_rank_records(0.14, has_backward=False))
+    assert times.is_unexpectedly_slow(make_rank_records(0.16, has_backward=False))
+    assert not times.is_unexpectedly_slow(make_rank_records(5.0))
