@@ -1,19 +1,23 @@
 """A run by itself names the tensor of a pass that was the first to hold a NaN or an infinity."""
 
 import json
+import math
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from actor_init.backends.protocol import open_backend
+from actor_init.spec import ActorSpec, Dtype
 from replay.command_line.cli import main
-from replay.runner.non_finite import NonFiniteSearch
+from replay.objective.objective import compute_negated_mean
+from replay.runner.non_finite import NOT_AGAIN, NonFiniteSearch, find_first_non_finite
 from tests.helpers.failing_inputs import folder_of
+from tests.helpers.made_records import record
 
 DOWN, ATTENTION = "transformer.h.1.mlp.c_proj", "transformer.h.0.attn"
 # Tokens of both rows of each pass, none of them padding.
@@ -130,3 +134,58 @@ def test_a_good_run_looks_for_nothing(tmp_path: Path, monkeypatch: pytest.Monkey
     lines, found = replay_with_fault(tmp_path, monkeypatch, lambda model: None, "--backend", "ddp", "--step")
     assert found is None
     assert all(line["error"] is None for line in lines)
+
+
+@pytest.mark.usefixtures("one_world")
+def test_in_fp16_no_gradient_is_named_since_it_overflows_in_healthy_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second pass has a loss that is nan once, and a gradient that overflows each time."""
+    calls: list[Tensor] = []
+
+    def loss(log_probs_BA: Tensor, inputs: Any) -> Tensor:
+        calls.append(log_probs_BA)
+        return compute_negated_mean(log_probs_BA, inputs) * (torch.nan if len(calls) == 2 else 1.0)
+
+    def spoil(model: nn.Module) -> None:
+        model.get_submodule(ATTENTION).register_forward_hook(spoil_gradient)
+
+    monkeypatch.setattr("replay.runner.replayer.compute_negated_mean", loss)
+    lines, _ = replay_with_fault(tmp_path, monkeypatch, spoil, "--backend", "ddp", "--dtype", "fp16")
+    assert [line["first_non_finite"] for line in lines] == [None, NOT_AGAIN, None]
+
+
+@pytest.mark.parametrize(
+    ("changes", "dtype", "is_needed"),
+    [
+        ({}, Dtype.FP32, False),
+        ({"loss": math.nan}, Dtype.FP32, True),
+        ({"row_log_probs": [-1.0, -math.inf]}, Dtype.FP32, True),
+        ({"grad_norm": math.inf}, Dtype.FP32, True),
+        ({"grad_norm": math.inf}, Dtype.BF16, True),
+        # The loss scale of fp16 makes gradients overflow, but nothing else.
+        ({"grad_norm": math.inf}, Dtype.FP16, False),
+        ({"grad_norm": math.inf, "loss": math.nan}, Dtype.FP16, True),
+        ({"loss": math.nan, "error": "boom"}, Dtype.FP32, False),
+        ({"loss": math.nan, "first_non_finite": "output of a"}, Dtype.FP32, False),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_search_is_needed_if_any_rank_has_a_number_that_is_not_finite(
+    changes: dict[str, Any], dtype: Dtype, is_needed: bool, rank: int
+) -> None:
+    search = NonFiniteSearch(spec=ActorSpec(dtype=dtype), world=cast(Any, None), report_progress=lambda: None)
+    good: dict[str, Any] = {"grad_norm": 1.0, "row_log_probs": [-1.0, -2.0]}
+    records = [record(0, rank=number, **good | (changes if number == rank else {})) for number in range(2)]
+    assert search.is_needed(records) is is_needed
+    search.num_searches_left = 0
+    assert not search.is_needed(records)
+
+
+def test_the_runs_first_tensor_is_that_of_the_first_pass_that_names_one() -> None:
+    records = [record(0), record(1, rank=1, first_non_finite="a"), record(2, first_non_finite="b")]
+    first = find_first_non_finite(records)
+    assert first is not None
+    assert (first.index, first.source, first.rank, first.what) == (1, "input_1.pkl", 1, "a")
+    assert find_first_non_finite(records[:1]) is None
