@@ -106,6 +106,19 @@ CASES: dict[str, tuple[list[Sighting], tuple[int, ...]]] = {
         [make_sighting(0, RankPhase.BACKWARD), make_sighting(1), make_sighting(2, RankPhase.BACKWARD)],
         (1,),
     ),
+    "one of two waits in a collective before the other's, and more do not wait behind than ahead": (
+        [make_sighting(0), make_sighting(1, RankPhase.BACKWARD)],
+        (0,),
+    ),
+    "two of four went past a collective, and as many wait in it": (
+        [
+            make_sighting(0, RankPhase.BACKWARD),
+            make_sighting(1),
+            make_sighting(2, RankPhase.BACKWARD),
+            make_sighting(3),
+        ],
+        (1, 3),
+    ),
     "fewer collectives in the same phase": (
         [
             make_sighting(0, counts={"0": 8}),
