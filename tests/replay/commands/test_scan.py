@@ -3,7 +3,8 @@
 import json
 import shutil
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +15,20 @@ import replay
 from capture import capture_files
 from replay.api.logs import PastCampaign
 from replay.command_line.cli import main
+from replay.commands.scan.runs import ScanPlan
 from replay.objective.objective import compute_negated_mean
 from replay.options.spec import find_sample_folder
 from replay.processes import pool
 from replay.processes.pool import ProcessResult, Task
 from replay.runlog.records import PassRecord
+from replay.verdict.outcomes import Outcome
 from tests.helpers.children import run_quietly
+from tests.helpers.made_captures import damage, write_passes
+from tests.helpers.made_logs import VERDICT, write_log
+from tests.helpers.made_records import record
 from tests.helpers.read_logs import read_log
 from tests.helpers.schemas import assert_valid
+from tests.helpers.typed import spec_of
 
 Captured = pytest.CaptureFixture[str]
 
@@ -153,6 +160,70 @@ def test_a_failed_pass_is_named_and_a_damaged_file_is_no_groups_fault(
 
 def out_of_memory(*tensors: torch.Tensor) -> torch.Tensor:
     raise torch.OutOfMemoryError("on purpose")
+
+
+class LoggedRuns:
+    """In the place of the processes: a log of each group, with its outcome and its failed passes, by their index."""
+
+    def __init__(self, *ends: tuple[Outcome, Sequence[int]]) -> None:
+        self.ends = ends
+        self.tasks: list[Task] = []
+
+    def __call__(self, tasks: Any, **_: Any) -> Iterator[tuple[int, ProcessResult]]:
+        for number, task in tasks:
+            self.tasks.append(task)
+            outcome, failed = self.ends[number]
+            boom: dict[str, Any] = {"error": "boom", "error_type": "RuntimeError"}
+            records = [record(index, **(boom if index in failed else {})) for index in range(3)]
+            task.output.parent.mkdir(parents=True, exist_ok=True)
+            task.output.write_text("")
+            verdict = replace(VERDICT, outcome=outcome, counts={outcome: 3})
+            write_log(task.logs / "20261123-000000-replay", records, spec=task.job.spec, verdict=verdict, exit_code=1)
+            yield number, ProcessResult(exit_code=1, seconds=1.0, output=task.output, logs=task.logs)
+
+
+@pytest.mark.parametrize(
+    ("outcome", "failed", "is_damaged", "exit_code", "says"),
+    [
+        (Outcome.REPRODUCED, [], False, 0, "3 REPRODUCED"),
+        (Outcome.CANNOT_TELL, [], False, 0, "3 CANNOT TELL"),
+        (Outcome.DIFFERS, [], False, 1, "3 DIFFERS"),
+        (Outcome.UNSETTLED, [], False, 1, "3 UNSETTLED"),
+        (Outcome.REPRODUCED, [], True, 1, "3 REPRODUCED"),
+        (Outcome.REPRODUCED, [1], False, 1, "pass 2, input_1.pkl: RuntimeError: boom"),
+        (Outcome.REPRODUCED, [0, 2], False, 1, "pass 1, input_0.pkl: RuntimeError: boom, and 1 more pass"),
+        (Outcome.REPRODUCED, [0, 1, 2], False, 1, "pass 1, input_0.pkl: RuntimeError: boom, and 2 more passes"),
+    ],
+)
+def test_each_fault_by_itself_decides_the_exit_code(
+    outcome: Outcome,
+    failed: list[int],
+    is_damaged: bool,
+    exit_code: int,
+    says: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    paths = write_passes(tmp_path / "inputs", {0: "ttttttt"})[0]
+    if is_damaged:
+        damage(paths[6])
+    good = (Outcome.REPRODUCED, ())
+    monkeypatch.setattr(pool, "run_children", LoggedRuns(good, (outcome, failed), good))
+    result = replay.scan(tmp_path / "inputs", group=3, log_folder=tmp_path / "logs")
+    assert result.exit_code == exit_code
+    assert [group["said"] for group in result.result["groups"]][:2] == ["3 REPRODUCED", says]
+    assert [group["state"] for group in result.result["groups"]][1] == ("failed" if failed else "done")
+    assert len(result.result["damaged"]) == is_damaged
+
+
+def test_groups_are_whole_windows_of_the_inputs_that_are_not_skipped() -> None:
+    spec = spec_of(["--tp", "2", "--ring", "3", "--skip-inputs", "5", "--backend", "fsdp2"])
+    plan = ScanPlan.from_inputs(spec, 4, num_inputs=14, window=3, damaged=())
+    assert [(group.first, group.size) for group in plan.groups] == [(5, 6), (11, 6), (17, 2)]
+    assert [
+        (run.home, run.spec.inputs.skip_inputs, run.spec.inputs.max_inputs, run.num_processes)
+        for run in plan.planned_runs
+    ] == [("groups/0001", 5, 6, 6), ("groups/0002", 11, 6, 6), ("groups/0003", 17, 2, 6)]
 
 
 @pytest.mark.parametrize(
