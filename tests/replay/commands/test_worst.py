@@ -3,11 +3,11 @@
 import gc
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -23,16 +23,17 @@ from actor_init.world import World
 from capture import capture_files
 from capture.file_format.capture_file import read_call
 from replay.api.logs import PastCampaign
+from replay.campaign.campaign import PlannedRun
 from replay.command_line.cli import main
-from replay.commands.worst.measuring import DeviceMemory, read_device_memory
+from replay.commands.worst.measuring import DeviceMemory, Fits, MemoryRoom, measure, read_device_memory
 from replay.objective.objective import compute_negated_mean
 from replay.options.spec import ReplaySpec, find_sample_folder
 from replay.processes import pool
 from replay.processes.pool import ProcessResult, Task
-from replay.profiling.prediction import RowLayout, choose_spread, fit_costs, read_shapes
+from replay.profiling.prediction import PredictionErrors, RowLayout, choose_spread, fit_costs, read_shapes
 from replay.resolution.job_defaults import find_source
 from replay.resolution.selection import select
-from replay.runlog.records import PhaseCost
+from replay.runlog.records import PassRecord, PhaseCost
 from replay.runner.run_pass import prepare_actor_inputs
 from tests.helpers.children import run_quietly
 from tests.helpers.made_captures import write_pass
@@ -444,3 +445,106 @@ def test_a_real_replay_is_measured(one_world: None, tmp_path: Path, monkeypatch:
     assert (len(log["measured"]), len(log["ranking"]), log["error"]) == (2, 4, None)
     assert log["rows"] == {"train": "packed"}
     assert all(ranking["peaks"]["backward"] > 100 * MIB for ranking in log["ranking"])
+
+
+class OneRun:
+    """In the place of a campaign: a log with these records."""
+
+    def __init__(self, logs: Path, records: list[PassRecord], exit_code: int | None = 0) -> None:
+        self.logs, self.records, self.exit_code = logs, records, exit_code
+
+    def run(self, planned_run: PlannedRun) -> ProcessResult:
+        self.planned_run = planned_run
+        write_log(self.logs / "20261123-000000-replay", self.records, spec=planned_run.spec, exit_code=self.exit_code)
+        output = self.logs / "output.txt"
+        output.write_text("")
+        return ProcessResult(exit_code=self.exit_code, seconds=1.0, output=output, logs=self.logs)
+
+
+def make_repetition(
+    index: int, rank_seconds: Sequence[float], rank_peaks: Sequence[int], **changes: Any
+) -> list[PassRecord]:
+    """A pass of as many ranks, each fed 10 tokens more than the one before."""
+    return [
+        record(
+            index,
+            rank=rank,
+            fed_tokens=100 + 10 * rank,
+            phases={
+                "forward": PhaseCost(
+                    seconds=seconds, allocated_bytes=None, peak_allocated_bytes=peak, peak_reserved_bytes=2 * peak
+                )
+            },
+            **changes,
+        )
+        for rank, (seconds, peak) in enumerate(zip(rank_seconds, rank_peaks, strict=True))
+    ]
+
+
+def test_an_input_costs_the_least_seconds_and_the_highest_peak_of_the_repetitions_that_count(tmp_path: Path) -> None:
+    repetitions = [
+        make_repetition(0, [0.1, 0.1], [900, 900], first_uses=["library"]),
+        make_repetition(1, [5.0, 4.0], [100, 300]),
+        make_repetition(2, [2.0, 3.0], [400, 200]),  # 3 s, on the slower rank
+        make_repetition(3, [6.0, 1.0], [200, 200]),
+        # Of the second input no repetition counts, so its last one does.
+        *(make_repetition(4 + number, [9.0 - number, 1.0], [10 + number] * 2, first_uses=["x"]) for number in range(4)),
+        # Of the third one the first error is told, and the passes of both ranks without one.
+        make_repetition(8, [1.0, 1.0], [50, 50], error="first", error_type="RuntimeError"),
+        make_repetition(9, [1.0, 1.0], [50, 50], error="second", error_type="RuntimeError"),
+    ]
+    campaign = OneRun(tmp_path, [record for ranks in repetitions for record in ranks])
+    measuring = measure(cast(Any, campaign), ReplaySpec(), [7, 4, 5], num_data_ranks=2)
+    assert campaign.planned_run.spec.inputs.pick_inputs == "7,7,7,7,4,4,4,4,5,5,5,5"
+    assert campaign.planned_run.num_processes == 2
+    assert {place: cost.seconds["forward"] for place, cost in measuring.costs.items()} == {0: 3.0, 1: 6.0}
+    assert {place: cost.peaks["forward"] for place, cost in measuring.costs.items()} == {0: 400.0, 1: 13.0}
+    assert measuring.fed_tokens == {0: 110, 1: 110}
+    assert measuring.failed == {2: "RuntimeError: first"}
+    assert (measuring.overhead, measuring.ended) == (2.0, "")
+
+
+def test_in_a_window_the_passes_that_end_it_are_measured(tmp_path: Path) -> None:
+    # Of windows of many passes two are run: the second one holds the gradient of the first.
+    repetitions = [make_repetition(index, [1.0 + index % 2], [100 * (1 + index % 2)]) for index in range(12)]
+    campaign = OneRun(tmp_path, [record for ranks in repetitions for record in ranks])
+    measuring = measure(cast(Any, campaign), ReplaySpec(), [3, 1], window=8)
+    assert campaign.planned_run.spec.actor.grad_accumulation == 2
+    assert campaign.planned_run.spec.inputs.pick_inputs == "3,3,3,3,3,3,1,1,1,1,1,1"
+    assert {place: cost.seconds["forward"] for place, cost in measuring.costs.items()} == {0: 2.0, 1: 2.0}
+    assert {place: cost.peaks["forward"] for place, cost in measuring.costs.items()} == {0: 200.0, 1: 200.0}
+
+
+def test_a_pass_that_a_rank_did_not_finish_is_not_measured(tmp_path: Path) -> None:
+    records = [*make_repetition(0, [1.0, 1.0], [10, 10]), *make_repetition(1, [2.0, 2.0], [10, 10])[:1]]
+    measuring = measure(cast(Any, OneRun(tmp_path, records, exit_code=None)), ReplaySpec(), [0], num_data_ranks=2)
+    assert {place: cost.seconds["forward"] for place, cost in measuring.costs.items()} == {0: 1.0}
+    assert measuring.ended.startswith("not finished within 1 s")
+
+
+@pytest.mark.parametrize(
+    ("peak", "least", "num_ranks", "is_shared", "expected"),
+    [
+        # An allocator that reserves a quarter more than it gives out; predictions are a tenth off; 1,000 bytes free.
+        (727.0, None, 1, False, Fits.YES),
+        (728.0, None, 1, False, Fits.PERHAPS),
+        (888.0, None, 1, False, Fits.PERHAPS),
+        (889.0, None, 1, False, Fits.NO),
+        (889.0, 880.0, 1, False, Fits.PERHAPS),
+        (727.0, None, 2, False, Fits.YES),
+        (363.0, None, 2, True, Fits.YES),
+        (445.0, None, 2, True, Fits.NO),
+        (950.0, 700.0, 1, False, Fits.NO),  # an input with that peak ran out here
+    ],
+)
+def test_a_peak_fits_where_it_does_even_if_it_is_off_by_the_error(
+    peak: float, least: float | None, num_ranks: int, is_shared: bool, expected: Fits
+) -> None:
+    memory = DeviceMemory(device="made", free_bytes=1000, total_bytes=4000, is_shared=is_shared)
+    error = PredictionErrors(
+        num_inputs=3, most_of_peak=0.1, median_of_peak=0.05, most_of_seconds=0.5, median_of_seconds=0.2
+    )
+    room = MemoryRoom(memory=memory, overhead=1.25, error=error, ran_out_at=950.0)
+    assert room.fits(peak, num_ranks, least) is expected
+    unknown = replace(room, memory=None)
+    assert unknown.fits(peak, num_ranks, least) is (Fits.NO if peak >= 950 else Fits.UNKNOWN)
