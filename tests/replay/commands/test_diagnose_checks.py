@@ -3,6 +3,7 @@
 import math
 import tomllib
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -20,11 +21,14 @@ from capture.file_format.micro_batch import IGNORED_LABEL, MicroBatch, Origin
 from replay.commands.diagnose import reference_losses
 from replay.commands.diagnose.checks import (
     LearningCurve,
+    choose_inputs_goal,
     choose_row_goal,
     compare_gradients,
     compare_peers,
+    compute_shares,
     repeat_rows,
     split_rows,
+    train_until_learned,
 )
 from replay.commands.diagnose.reference_losses import compute_chunked_loss
 from replay.commands.diagnose.untimed_actor import select_rows, split_documents
@@ -174,6 +178,50 @@ def test_the_shape_of_a_curve_says_what_to_look_at(losses: tuple[float, ...], ad
     check = LearningCurve(losses=losses, goal=choose_row_goal(losses[0]), learning_rate=0.01).check("one row learned")
     assert check.fails is bool(advice)
     assert advice in check.advice
+
+
+class LearningActor:
+    """In the place of an actor: its passes have these losses before each step; another rank's are 2 higher."""
+
+    spec = ActorSpec(learning_rate=0.01)
+
+    def __init__(self, losses: Sequence[Sequence[float]]) -> None:
+        self.losses = iter(losses)
+        self.steps: list[bool] = []
+        self.world = SimpleNamespace(gather=lambda loss: [loss, loss + 2.0])
+
+    def train(self, batches: Sequence[str], *, steps: bool) -> list[float]:
+        self.steps.append(steps)
+        return list(next(self.losses))
+
+
+@pytest.mark.parametrize(
+    ("losses", "learned", "steps"),
+    [
+        # The mean of both passes and of both ranks; the last pass takes no step.
+        ([[5.0, 3.0], [4.0, 3.0], [3.5, 3.5], [3.0, 3.0]], (5.0, 4.5, 4.5, 4.0), [True, True, True, False]),
+        # The goal, four fifths of the first loss, is that of the mean too.
+        ([[5.0, 3.0], [3.0, 3.0]], (5.0, 4.0), [True, True]),
+        ([[5.0, 3.0], [4.0, math.nan]], (5.0, math.nan), [True, True]),
+    ],
+)
+def test_all_ranks_learn_until_the_mean_of_their_losses_is_at_the_goal(
+    losses: Sequence[Sequence[float]], learned: tuple[float, ...], steps: list[bool]
+) -> None:
+    actor = LearningActor(losses)
+    curve = train_until_learned(cast(Any, actor), cast(Any, ["a", "b"]), num_steps=3, choose_goal=choose_inputs_goal)
+    assert curve.losses == pytest.approx(learned, nan_ok=True)
+    assert curve.goal == pytest.approx(4.0)
+    assert curve.learning_rate == 0.01
+    assert actor.steps == steps
+
+
+def test_passes_of_uneven_length_weigh_by_their_action_tokens() -> None:
+    """As in `num_tokens / all tokens`, by as many as there are passes, over which a backend averages."""
+    layout = SimpleNamespace(joins_rows=True)
+    actor = SimpleNamespace(spec=ActorSpec(), source=SimpleNamespace(layout_under=lambda spec: layout))
+    parts = [batch_of([[1, 2, 3, 0], [1, 2, 0, 0]]), batch_of([[1, 2, 3, 4, 5, 6]])]  # 3 and 5 tokens are predicted
+    assert compute_shares(parts, cast(Any, actor)) == pytest.approx([2 * 3 / 8, 2 * 5 / 8])
 
 
 def test_tox_asks_for_markers_that_pytest_knows() -> None:
