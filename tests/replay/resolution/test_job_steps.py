@@ -1,5 +1,6 @@
 """A replay takes over the settings of each of the job's steps, but for what was typed."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -292,6 +293,80 @@ def test_steps_are_followed_as_far_as_they_follow_each_other() -> None:
 def test_a_limit_is_the_jobs_unless_typed() -> None:
     window = make_window(0, {"lr": 1.0}, max_norm=2.0)
     assert (follow(window).max_norm, follow(window, max_norm=1.0).max_norm) == (2.0, 1.0)
+
+
+def make_steps_of_ranks(place: int, *steps: dict[str, Any]) -> JobWindow:
+    """A window of which each rank recorded a step of its own."""
+    windows = [make_window(place, {"lr": 1.0}, **step) for step in steps]
+    return replace(windows[0], steps=[window.steps[0] for window in windows])
+
+
+ANOTHER_NORM = "the gradient of step {} was clipped to another norm than the first step's"
+
+
+@pytest.mark.parametrize(
+    ("norms", "num_followed", "limit", "why"),
+    [
+        ([1.0, 1.0, 1.0], 3, 1.0, ""),
+        ([1.0, 1.0, 2.0], 2, 1.0, ANOTHER_NORM.format(3)),
+        ([1.0, None, 1.0], 1, 1.0, ANOTHER_NORM.format(2)),
+        ([None, 1.0, 1.0], 1, None, ANOTHER_NORM.format(2)),
+        # All of these clip to none.
+        ([math.inf, 0.0, None], 3, None, ""),
+    ],
+)
+def test_steps_are_followed_as_long_as_they_clip_to_the_first_ones_norm(
+    norms: list[float | None], num_followed: int, limit: float | None, why: str
+) -> None:
+    windows = [make_window(place, {"lr": 1.0}, max_norm=norm) for place, norm in enumerate(norms)]
+    followed = follow(*windows)
+    assert (followed.max_norm, len(followed.settings), followed.why_no_more) == (limit, num_followed, why)
+    # What was typed takes the place of all of them.
+    typed = follow(*windows, max_norm=4.0)
+    assert (typed.max_norm, typed.why_no_more, len(typed.settings)) == (4.0, "", 3)
+
+
+@pytest.mark.parametrize("place_of_other", [0, 1])
+@pytest.mark.parametrize(
+    ("step", "why"),
+    [
+        ({"max_norm": 2.0}, ANOTHER_NORM),
+        ({"max_norm": 1.0, "num_clipped": 3}, "only a part of the gradient of step {} was clipped"),
+        ({"optimizer": None}, "the optimizer of step {} was not recorded"),
+        (
+            {"max_norm": 1.0, "clips_otherwise": True},
+            "the gradient of step {} was clipped by another rule than to a norm, and that was not recorded",
+        ),
+    ],
+)
+@pytest.mark.parametrize("first_rank_is_other", [True, False])
+def test_what_one_rank_recorded_otherwise_ends_what_is_followed(
+    step: dict[str, Any], why: str, first_rank_is_other: bool, place_of_other: int
+) -> None:
+    usual = {"max_norm": 1.0}
+    ranks = [step, usual] if first_rank_is_other else [usual, step]
+    windows = [make_steps_of_ranks(place, *(ranks if place == place_of_other else [usual] * 2)) for place in range(2)]
+    found = find_followed_steps(windows, ActorSpec(), NAMES, NAMES)
+    if isinstance(found, FollowedSteps):
+        assert (len(found.settings), place_of_other) == (1, 1)
+        found = found.why_no_more
+    assert found == why.format(place_of_other + 1)
+
+
+@pytest.mark.parametrize(
+    ("states", "number", "why"),
+    [
+        ([False, False], 0, None),
+        ([False, False], 3, None),
+        ([False, True], 0, "the optimizer had a state when the recording began, which is not given"),
+        ([True, True], 3, "the inputs begin with step 4, and the optimizer's state before it is not given"),
+        ([True, None], 3, "whether the recording begins with the optimizer's first step was not recorded"),
+        ([False, None], 0, "whether the recording begins with the optimizer's first step was not recorded"),
+    ],
+)
+def test_the_state_that_any_rank_had_is_missed(states: list[bool | None], number: int, why: str | None) -> None:
+    window = make_steps_of_ranks(number, *({"has_state": state} for state in states))
+    assert explain_missing_start(window) == why
 
 
 def test_a_state_before_the_first_step_is_missed() -> None:
