@@ -1,6 +1,7 @@
 """Which passes are a whole window of the job, in which order windows are replayed, and what a pass weighs in one."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ from capture.file_format.listing import CaptureLocation
 from capture.file_format.segment_record import digest_window
 from replay.resolution.windows import (
     InputRound,
+    JobPass,
     SelectedCapture,
     WindowOrder,
     compute_token_weight,
@@ -113,6 +115,27 @@ def test_a_whole_window_has_all_passes_of_all_ranks(captures: list[SelectedCaptu
 
 def make_round(*num_tokens: int, trains: bool = True, num_in_window: int = 0) -> InputRound:
     return InputRound(trains=trains, num_tokens=num_tokens, has_gradients=False, num_in_window=num_in_window)
+
+
+def make_job_pass(rank: int) -> JobPass:
+    return JobPass(rank=rank, forward=0, world_size=2, num_steps_before=0, step=None, loss_per_mean=1.0)
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_a_round_has_the_most_of_its_data_ranks_and_what_they_have_in_common(order: int) -> None:
+    few = replace(make_capture(0, 3), num_tokens=5, real_tokens=8, padded_tokens=90, job_pass=make_job_pass(0))
+    many = replace(make_capture(0, 3, rank=1), num_tokens=7, real_tokens=50, padded_tokens=60, has_gradients=True)
+    whole = [few, replace(many, job_pass=make_job_pass(1))][::order]
+    made = InputRound.from_captures(whole)
+    assert made.num_tokens == [5, 7][::order]
+    assert (made.most_real_tokens, made.most_padded_tokens, made.has_gradients) == (50, 90, True)
+    assert [job_pass.rank for job_pass in made.job_passes] == [0, 1][::order]
+    assert made.num_steps_before == 3
+    # A capture that could not be opened has no tokens, and makes the place of all in the job's steps unknown.
+    unread = InputRound.from_captures([few, replace(many, num_tokens=None)][::order])
+    assert (unread.num_tokens, unread.job_passes) == ([5, 0][::order], ())
+    assert InputRound.from_captures([few, make_capture(0, 4, rank=1)][::order]).num_steps_before is None
+    assert not InputRound.from_captures([few]).has_gradients
 
 
 def test_the_weights_of_a_window_make_the_mean_of_passes_one_over_tokens() -> None:
