@@ -1,6 +1,8 @@
 """Which rank the others wait for: a table of what three or more ranks may look like when nothing goes on."""
 
 from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -80,6 +82,14 @@ CASES: dict[str, tuple[list[Sighting], tuple[int, ...]]] = {
             make_sighting(2, RankPhase.STARTING, index=4),
         ],
         (0, 1),
+    ),
+    "one ran out of inputs, and the others are in different passes": (
+        [
+            make_sighting(0, RankPhase.STARTING, index=4),
+            make_sighting(1, RankPhase.OUT_OF_INPUTS, index=5, inside=False),
+            make_sighting(2, RankPhase.STARTING, index=6),
+        ],
+        (1,),
     ),
     "one is still in the last pass, the others are through": (
         [
@@ -207,6 +217,69 @@ def test_the_rank_that_did_not_arrive_is_named(name: str) -> None:
 def test_the_order_in_which_ranks_are_heard_decides_nothing(name: str) -> None:
     sightings, expected = CASES[name]
     assert tuple(sorted(find_missing_ranks(sightings[::-1]).ranks)) == expected
+
+
+REASONS = {
+    "the only rank": "it is the only rank",
+    "one does not answer, whatever the others do": (
+        "it does not answer: it is stopped, or native code holds Python's lock"
+    ),
+    "one ran out of inputs": "it has run out of inputs after 5 passes, and others are in a later one",
+    "two ran out of inputs, at different times": (
+        "they have run out of inputs after 3, 4 passes, and others are in a later one"
+    ),
+    "one still reads its file": "it has not reached the phase of the others (waiting to start)",
+    "two behind, of whom one waits for the other": "it has not reached the phase of the others (waiting after forward)",
+    "one went past a collective in which the others wait": (
+        "it is in a later phase and went past the collective in which the others wait"
+    ),
+    "one waits in a collective that the others never reach": (
+        "it waits in a collective of its own, before the phase of the others (backward): the ranks reach different "
+        "collectives"
+    ),
+    "fewer collectives in the same phase": "it entered fewer collectives than the others, who wait in one",
+    "one's collective failed, two more returned in the same phase": (
+        "it entered a collective of its own: more of them than any pass before this one"
+    ),
+    "equal numbers, and one outside": "the other ranks stand in a collective, and it does not",
+    "no difference": "all ranks are in the same phase, after equal or contradicting numbers of collectives",
+}
+
+
+@pytest.mark.parametrize("name", REASONS)
+def test_the_rule_that_names_a_rank_is_said(name: str) -> None:
+    assert find_missing_ranks(CASES[name][0]).reason == REASONS[name]
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({}, "in a collective, at torch/x.py:1 in wait"),
+        # Of a rank in a collective it says nothing that its device has work to do.
+        ({"waits_for_device": True}, "in a collective, at torch/x.py:1 in wait"),
+        ({"in_collective": False, "waits_for_device": True}, "waiting for its device, at torch/x.py:1 in wait"),
+        ({"in_collective": False, "standing_at": "", "answers": False}, "does not answer"),
+    ],
+)
+def test_a_line_says_where_a_rank_stands(changes: dict[str, Any], says: str) -> None:
+    sighting = replace(make_sighting(3), **changes)
+    assert sighting.describe() == (
+        f"rank 3: pass 5 on input_3.pkl (2 rows, 40 tokens, 38 of them real), phase forward, {says}"
+    )
+    elsewhere = replace(sighting, position=None)
+    assert elsewhere.describe() == f"rank 3: a pass that rank3.position.json on its own node says, {says}"
+
+
+def test_a_hang_is_of_the_first_rank_that_did_not_arrive_and_names_them_all() -> None:
+    sightings, _ = CASES["two ran out of inputs, at different times"]
+    failure = report_hang(sightings[::-1], "no progress for 9 s")
+    assert failure.headline.startswith("no progress for 9 s: ranks 1, 0 did not arrive: they have run out")
+    assert (failure.rank, failure.position) == (1, sightings[1].position)
+    alone = report_hang([make_sighting(2)], "no progress for 9 s", ". Try: more")
+    assert alone.headline == (
+        "no progress for 9 s in pass 5 on input_2.pkl (2 rows, 40 tokens, 38 of them real), phase forward, at "
+        "torch/x.py:1 in wait. Try: more"
+    )
 
 
 def test_where_it_cannot_be_told_nobody_is_named() -> None:
