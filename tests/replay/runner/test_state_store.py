@@ -4,19 +4,26 @@ About 8 s.
 """
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 
 from actor_init.saving.huggingface import create_whole_folder
+from actor_init.saving.state_file import SavedState
 from actor_init.spec import UsageError
 from replay.command_line.cli import main
+from replay.options.option_parsing import format_error_with_flags
 from replay.options.spec import StateSpec
 from replay.runlog.reader import PastRun
 from replay.runner.checkpoint import find_state_to_load
 from replay.runner.replayer import Replayer
-from replay.runner.state_store import find_whole_states
+from replay.runner.state_store import EarlierPasses, find_whole_states
+from tests.helpers.made_logs import write_log
+from tests.helpers.made_records import record
 
 TRAINING = "--step --grad-accumulation 1 --dtype fp32 --quiet --learning-rate 0.01 --backend"
 pytestmark = pytest.mark.usefixtures("one_world", "short_sample")
@@ -137,6 +144,65 @@ def test_states_of_another_run_are_refused(tmp_path: Path, capsys: pytest.Captur
     assert train(tmp_path, "--max-inputs 2 --save-every 1 --resume", "other") == 2
     said = capsys.readouterr().err
     assert "was saved by 4 ranks with --tp 2 --ring 1, and here are 1 with --tp 1 --ring 1. Try: as there" in said
+
+
+def read_earlier(
+    folder: Path, inputs: Sequence[str], *, rank: int = 0, world_size: int = 2, tp: int = 1, ring: int = 1
+) -> EarlierPasses:
+    world = SimpleNamespace(
+        rank=rank,
+        world_size=world_size,
+        mesh={"tp": SimpleNamespace(size=lambda: tp), "ring": SimpleNamespace(size=lambda: ring)},
+    )
+    selection = SimpleNamespace(inputs=[Path(name) for name in inputs])
+    return EarlierPasses.read(folder, cast(Any, selection), cast(Any, world))
+
+
+@pytest.fixture
+def two_ranks_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A state of two ranks, after two windows of two passes each."""
+    names = ["ac", "eg", "ik", "mo"]
+    records = [
+        record(index, rank=rank, source=name[rank], grad_norm=0.5 if index % 2 else None)
+        for index, name in enumerate(names)
+        for rank in range(2)
+    ]
+    folder = write_log(tmp_path / "step-000002", records)
+    state = SimpleNamespace(world_size=2, tp=1, ring=1, num_inputs=9)
+    monkeypatch.setattr(SavedState, "read", lambda path: state)
+    return folder
+
+
+@pytest.mark.parametrize(("rank", "inputs"), [(0, "aeimq"), (1, "cgkos")])
+def test_a_rank_goes_on_behind_its_own_passes_and_steps(two_ranks_state: Path, rank: int, inputs: str) -> None:
+    earlier = read_earlier(two_ranks_state, inputs, rank=rank)
+    assert (earlier.folder, earlier.num_steps, earlier.num_passes) == (two_ranks_state, 2, 4)
+    assert sorted((one.index, one.rank) for one in earlier.records) == [(i, r) for i in range(4) for r in range(2)]
+    # As many inputs as passes are enough.
+    assert read_earlier(two_ranks_state, inputs[:4], rank=rank).num_passes == 4
+
+
+@pytest.mark.parametrize(
+    ("inputs", "world", "says"),
+    [
+        ("aexm", {}, "pass 3 in {folder} was on i, and here it is on x"),
+        ("aei", {}, "pass 4 in {folder} was on m, and here it is on none"),
+        ("aeim", {"world_size": 1}, "saved by 2 ranks with --tp 1 --ring 1, and here are 1 with --tp 1 --ring 1"),
+        ("aeim", {"tp": 2}, "saved by 2 ranks with --tp 1 --ring 1, and here are 2 with --tp 2 --ring 1"),
+        (
+            "aeim",
+            {"ring": 2},
+            "saved by 2 ranks with --tp 1 --ring 1, and here are 2 with --tp 1 --ring 2. Try: as there",
+        ),
+        ("aeim", {"ring": 2}, "or --load-state {folder} --skip-inputs 9, a run of its own"),
+    ],
+)
+def test_a_run_goes_on_only_on_the_inputs_and_ranks_that_it_was_begun_with(
+    two_ranks_state: Path, inputs: str, world: dict[str, int], says: str
+) -> None:
+    with pytest.raises(UsageError) as refusal:
+        read_earlier(two_ranks_state, inputs, **world)
+    assert says.format(folder=two_ranks_state) in format_error_with_flags(refusal.value)
 
 
 def test_a_state_is_not_loaded_by_a_torch_that_runs_code_from_files(monkeypatch: pytest.MonkeyPatch) -> None:
