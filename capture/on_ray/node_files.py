@@ -55,11 +55,13 @@ class SalvageResult(NamedTuple):
 class NodeFiles:
     """Reads files below a folder. It runs as a Ray actor on the node, so it outlives ranks that die there.
 
-    folder  variables of the node's environment and `~` are filled in
+    folder     variables of the node's environment and `~` are filled in
+    max_bytes  what one answer holds of files at most
     """
 
-    def __init__(self, folder: str) -> None:
+    def __init__(self, folder: str, *, max_bytes: int = MAX_BYTES_PER_ANSWER) -> None:
         self.folder = Path(os.path.expandvars(folder)).expanduser()
+        self._max_bytes = max_bytes
         # What is known of each file that was sent, by name: inode, modification time, bytes that were sent.
         self._sent: dict[str, tuple[int, int, int]] = {}
 
@@ -69,7 +71,7 @@ class NodeFiles:
         An empty list tells that everything has been sent.
         """
         changes: list[FileChange] = []
-        num_bytes_left = MAX_BYTES_PER_ANSWER
+        num_bytes_left = self._max_bytes
         files = list(self._list_files())
         for name in self._sent.keys() - {name for name, _, _ in files}:
             changes.append(FileChange(name, 0, b"", DELETED))
@@ -111,7 +113,7 @@ class NodeFiles:
         read.
         """
         parts: list[FileChange | str] = []
-        num_bytes_left = MAX_BYTES_PER_ANSWER
+        num_bytes_left = self._max_bytes
         for name, offset, end in ranges:
             if num_bytes_left <= 0:
                 break

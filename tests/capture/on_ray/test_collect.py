@@ -8,11 +8,12 @@ import json
 import os
 import shutil
 import socket
+import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,10 +24,10 @@ from capture.cli import main
 from capture.file_format.atomic_write import choose_temporary_path
 from capture.file_format.manifest import check_folder
 from capture.file_format.micro_batch import CaptureError
-from capture.on_ray import collect, node_files
-from capture.on_ray.cluster import RayNode, check_address
+from capture.on_ray.cluster import check_address
 from capture.on_ray.collect import Collection, collect_folder
-from capture.on_ray.node_files import NodeFiles
+from capture.on_ray.node_files import MAX_BYTES_PER_ANSWER, NodeFiles
+from tests.helpers.full_disk import full_disk
 from tests.helpers.small_jobs import TinyModel
 
 
@@ -43,36 +44,86 @@ class Method:
 
 
 class Actor:
-    """Stands for the handle of an actor on a node whose disk is `disk`."""
+    """Stands for the handle of an actor."""
 
-    def __init__(self, disk: Path, folder: str) -> None:
-        self.files = NodeFiles(folder.replace("$DISK", str(disk)))
+    def __init__(self, files: NodeFiles) -> None:
+        self.files = files
 
     def __getattr__(self, name: str) -> Method:
         return Method(getattr(self.files, name))
 
 
+class Cluster(ModuleType):
+    """Stands for the module `ray`, connected to a cluster of two nodes and one that was lost.
+
+    disks      stand for the disks of the two nodes
+    max_bytes  what an answer of a node holds of files at most
+    """
+
+    exceptions = SimpleNamespace(RayError=RayError, RayTaskError=KeyError, GetTimeoutError=TimeoutError)
+    cloudpickle = SimpleNamespace(register_pickle_by_value=id, unregister_pickle_by_value=id)
+
+    def __init__(self, disks: list[Path]) -> None:
+        super().__init__("ray")
+        self.disks = disks
+        self.max_bytes = MAX_BYTES_PER_ANSWER
+        self.is_connected = self.is_interrupted = False
+        self.num_actors = 0
+
+    def is_initialized(self) -> bool:
+        return self.is_connected
+
+    def init(self, **_: Any) -> None:
+        self.is_connected = True
+
+    def shutdown(self) -> None:
+        self.is_connected = False
+
+    def nodes(self) -> list[dict[str, Any]]:
+        return [
+            {"NodeID": f"{number}" * 56, "NodeManagerHostname": f"host{number}", "Alive": number < len(self.disks)}
+            for number in range(len(self.disks) + 1)
+        ]
+
+    def get(self, call: Callable[[], Any], timeout: float) -> Any:
+        if self.is_interrupted:
+            raise KeyboardInterrupt
+        return call()
+
+    def remote(self, **_: Any) -> Callable[[type[NodeFiles]], Any]:
+        """Return what makes a class that of actors, which are started with options."""
+
+        def start(files: type[NodeFiles], node_id: str, folder: str) -> Actor:
+            self.num_actors += 1
+            on_disk = folder.replace("$DISK", str(self.disks[int(node_id[0])]))
+            return Actor(files(on_disk, max_bytes=self.max_bytes))
+
+        def with_options(files: type[NodeFiles], scheduling_strategy: str, **_: Any) -> Any:
+            return SimpleNamespace(remote=partial(start, files, scheduling_strategy))
+
+        return lambda files: SimpleNamespace(options=partial(with_options, files))
+
+    def kill(self, actor: Actor) -> None:
+        self.num_actors -= 1
+
+
 @pytest.fixture
-def nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
+    # No cluster that was started on this machine is looked for.
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+    cluster = Cluster([tmp_path / "disk0", tmp_path / "disk1"])
+    strategies = SimpleNamespace(NodeAffinitySchedulingStrategy=lambda node_id, soft: node_id)
+    for name, module in (("ray", cluster), ("ray.util.scheduling_strategies", strategies)):
+        monkeypatch.setitem(sys.modules, name, module)
+    yield cluster
+    assert (cluster.num_actors, cluster.is_connected) == (0, False)
+
+
+@pytest.fixture
+def nodes(cluster: Cluster) -> list[Path]:
     """The folders `$DISK/run` of two nodes."""
-    disks = [tmp_path / "disk0", tmp_path / "disk1"]
-    known = [RayNode(f"{number}" * 56, f"host{number}", True) for number in range(2)] + [
-        RayNode("2" * 56, "host2", False)
-    ]
-    errors = SimpleNamespace(RayError=RayError, RayTaskError=KeyError, GetTimeoutError=TimeoutError)
-
-    @contextmanager
-    def connect(address: str | None) -> Iterator[Any]:
-        yield SimpleNamespace(get=lambda call, timeout: call(), exceptions=errors)
-
-    @contextmanager
-    def start_readers(ray: Any, where: Sequence[RayNode], folder: str) -> Iterator[list[Any]]:
-        yield [Actor(disks[int(node.id[0])], folder) for node in where]
-
-    monkeypatch.setattr(collect, "connect", connect)
-    monkeypatch.setattr(collect, "list_nodes", lambda ray: known)
-    monkeypatch.setattr(collect, "start_readers", start_readers)
-    folders = [disk / "run" for disk in disks]
+    folders = [disk / "run" for disk in cluster.disks]
     for folder in folders:
         folder.mkdir(parents=True)
     return folders
@@ -118,9 +169,9 @@ def test_the_folders_of_all_nodes_come_home_and_are_sent_once(
     assert said[-2:] == [f"           capture check {home}", f"           replay inspect {home}"]
 
 
-def test_what_was_interrupted_goes_on(nodes: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_was_interrupted_goes_on(cluster: Cluster, nodes: list[Path], tmp_path: Path) -> None:
     home = tmp_path / "home"
-    monkeypatch.setattr(node_files, "MAX_BYTES_PER_ANSWER", 1000)
+    cluster.max_bytes = 1000
     for number in range(4):
         (nodes[0] / f"{number}.bin").write_bytes(os.urandom(2500))
 
@@ -129,7 +180,6 @@ def test_what_was_interrupted_goes_on(nodes: list[Path], tmp_path: Path, monkeyp
         if num_done > 6000:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr("capture.progress_bar.ProgressBar.show", lambda _, *facts: interrupt(*facts))
     with pytest.raises(KeyboardInterrupt):
         collect_home(home, on_progress=interrupt)
     assert read_contents(home) == {f"{number}.bin": (nodes[0] / f"{number}.bin").read_bytes() for number in range(2)}
@@ -139,22 +189,19 @@ def test_what_was_interrupted_goes_on(nodes: list[Path], tmp_path: Path, monkeyp
 
 
 def test_ctrl_c_is_one_line(
-    nodes: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    cluster: Cluster, nodes: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def interrupt(*_: Any) -> None:
-        raise KeyboardInterrupt
-
     (nodes[0] / "x").write_bytes(b"x")
-    monkeypatch.setattr("capture.progress_bar.ProgressBar.show", interrupt)
+    cluster.is_interrupted = True
     assert main(["collect", "$DISK/run", "--to", str(tmp_path / "home")]) == 130
     assert capsys.readouterr().err == (
         f"capture: interrupted. What is in {tmp_path / 'home'} is whole; type the same again for the rest\n"
     )
 
 
-def test_a_file_that_goes_on_is_completed(nodes: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_goes_on_is_completed(cluster: Cluster, nodes: list[Path], tmp_path: Path) -> None:
     home, grows = tmp_path / "home", nodes[0] / "grows.bin"
-    monkeypatch.setattr(node_files, "MAX_BYTES_PER_ANSWER", 1000)
+    cluster.max_bytes = 1000
     whole = os.urandom(5000)
     grows.write_bytes(whole[:2500])
 
@@ -177,10 +224,10 @@ def test_a_file_that_goes_on_is_completed(nodes: list[Path], tmp_path: Path, mon
 
 
 def test_a_file_that_is_rewritten_while_it_is_read_is_no_mixture(
-    nodes: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    cluster: Cluster, nodes: list[Path], tmp_path: Path
 ) -> None:
     home, changing = tmp_path / "home", nodes[0] / "changing.bin"
-    monkeypatch.setattr(node_files, "MAX_BYTES_PER_ANSWER", 1000)
+    cluster.max_bytes = 1000
     changing.write_bytes(b"a" * 2500)
     others = iter("b")
 
@@ -267,11 +314,9 @@ def test_temporaries_of_a_killed_collection_are_removed(nodes: list[Path], tmp_p
     assert [path.exists() for path in (dead, alive)] == [False, True]
 
 
-def test_the_rest_comes_home_when_a_node_dies(
-    nodes: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_rest_comes_home_when_a_node_dies(cluster: Cluster, nodes: list[Path], tmp_path: Path) -> None:
     home = tmp_path / "home"
-    monkeypatch.setattr(node_files, "MAX_BYTES_PER_ANSWER", 1000)
+    cluster.max_bytes = 1000
     for folder in nodes:
         for number in range(3):
             (folder / f"{folder.parent.name}-{number}").write_bytes(os.urandom(900))
@@ -310,18 +355,12 @@ def test_what_cannot_be_collected_is_one_line(
     assert not home.exists()
 
 
-def test_a_full_disk_ends_it_with_a_line(
-    nodes: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_full_disk_ends_it_with_a_line(nodes: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (nodes[0] / "a").write_bytes(b"a")
-
-    def full(*_: Any, **__: Any) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("capture.on_ray.collect.os.fsync", full)
-    assert main(["collect", "$DISK/run", "--to", str(tmp_path / "home")]) == 2
+    with full_disk():
+        assert main(["collect", "$DISK/run", "--to", str(tmp_path / "home")]) == 2
     err = capsys.readouterr().err
-    assert err.startswith(f"capture: {tmp_path / 'home'}: cannot be written to: No space left on device. What came is")
+    assert err.startswith(f"capture: {tmp_path / 'home'}: cannot be written to: File too large. What came is")
 
 
 def test_a_listener_that_is_no_cluster_is_refused_at_once() -> None:
