@@ -45,15 +45,17 @@ def load_plain(
     start: int = 0,
     names: Mapping[tuple[str, str], Any] | None = None,
     persistent_load: Callable[[Any], Any] | None = None,
+    max_instructions: int = MAX_INSTRUCTIONS,
 ) -> tuple[Any, int]:
     """Read the pickle that starts at byte `start`; returns its value and where it ends.
 
     names            what (module, name) stands for; a callable among them may be called. None: NamesAClassError
     persistent_load  what a persistent id stands for
+    max_instructions of the pickle; more are refused
 
     Raises CaptureError for everything else.
     """
-    reader = PickleReader(memoryview(data), start, source, names, persistent_load)
+    reader = PickleReader(memoryview(data), start, source, names, persistent_load, max_instructions)
     value = reader.run()
     if is_nested_deeper(value):
         raise reader.error(f"more than {MAX_DEPTH} levels of nesting")
@@ -67,7 +69,6 @@ class PickleReader:
     Methods raise CaptureError for what the reader does not know.
     """
 
-    max_instructions = MAX_INSTRUCTIONS
     max_text_bytes = MAX_TEXT_BYTES
 
     def __init__(
@@ -77,12 +78,14 @@ class PickleReader:
         source: str,
         names: Mapping[tuple[str, str], Any] | None,
         persistent_load: Callable[[Any], Any] | None,
+        max_instructions: int = MAX_INSTRUCTIONS,
     ) -> None:
         self.data = data
         self.position = start
         self.source = source
         self.names = names
         self.persistent_load = persistent_load
+        self.max_instructions = max_instructions
         self.stack: list[Any] = []
         self.outer_stacks: list[list[Any]] = []
         self.memo: dict[int, Any] = {}

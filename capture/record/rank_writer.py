@@ -73,11 +73,23 @@ class RankFiles:
     """Writes a file for each pass. It remembers a number of files that has a limit, however many passes there are.
 
     Segments of earlier recordings count for the limit, and stay.
+
+    max_entries  files that one manifest lists; a further file begins a new one
     """
 
-    def __init__(self, folder: Path, rank_folder: Path, retention: RetentionSettings, *, rank: int, stamp: str) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        rank_folder: Path,
+        retention: RetentionSettings,
+        *,
+        rank: int,
+        stamp: str,
+        max_entries: int = MAX_ENTRIES,
+    ) -> None:
         self.rank_folder = rank_folder
         self.num_deleted = 0
+        self._max_entries = max_entries
         self._folder = folder
         self._rank = rank
         self._retention = retention
@@ -98,6 +110,11 @@ class RankFiles:
         if retention.keep == "last":
             self._oldest_first.extend((Path(file.path), size) for file, size in zip(files, sizes, strict=True))
             self._listed_names = self._read_listed_names()
+
+    @property
+    def num_remembered(self) -> int:
+        """Return how many files it remembers now."""
+        return max(len(self._entries), len(self._oldest_first))
 
     def _has_room(self, num_bytes: int) -> bool:
         max_files, max_bytes = self._retention.max_files, self._retention.max_bytes
@@ -136,7 +153,7 @@ class RankFiles:
         num_new = len(self._entries) - self._num_listed
         if num_new >= max(_MIN_FILES_BETWEEN_MANIFESTS, self._num_listed // 4):
             self.commit()
-        if len(self._entries) >= MAX_ENTRIES:
+        if len(self._entries) >= self._max_entries:
             self._begin_manifest()
         return path
 
@@ -144,9 +161,9 @@ class RankFiles:
         if not self._entries or self._num_listed == len(self._entries):
             return
         names = list(self._entries)
-        for begin in range(0, len(names), MAX_ENTRIES):
-            entries = [self._entries[name] for name in names[begin : begin + MAX_ENTRIES]]
-            number = self._num_manifests + begin // MAX_ENTRIES
+        for begin in range(0, len(names), self._max_entries):
+            entries = [self._entries[name] for name in names[begin : begin + self._max_entries]]
+            number = self._num_manifests + begin // self._max_entries
             write_manifest(self.rank_folder, entries, rank=self._rank, time=self._stamp, number=number)
         self._num_listed = len(self._entries)
         self._listed_names.update(self._entries if self._retention.keep == "last" else ())

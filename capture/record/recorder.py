@@ -281,7 +281,7 @@ class Recorder:
         """Wait until all that was handed to the writer's thread is handled. Returns False if it took longer."""
         return self._writer.drain(max_seconds=max_seconds)
 
-    def close(self) -> None:
+    def close(self, *, max_seconds: float = MAX_FLUSH_SECONDS) -> None:
         """Take the hooks off the model and wait for the files, up to a minute. A second call does nothing."""
         # A forked child has no writer's thread to wait for.
         if self._is_closed or os.getpid() != self._process_id:
@@ -296,7 +296,7 @@ class Recorder:
         # After a failure nothing is written, and what makes snapshots may never have been made.
         if self.failure is None:
             self._queue_end()
-        self._writer.close(max_seconds=MAX_FLUSH_SECONDS)
+        self._writer.close(max_seconds=max_seconds)
         self._observer.on_close()
         if missing_ranks := self._find_missing_ranks():
             ranks = f"rank{'s' * (len(missing_ranks) > 1)} {format_ranges(missing_ranks)}"

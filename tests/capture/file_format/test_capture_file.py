@@ -25,6 +25,7 @@ from capture import (
     write_call,
 )
 from capture.file_format.tensor_codec import DTYPES, MAX_TENSOR_BYTES, encode_tensor
+from tests.helpers.full_disk import full_disk
 
 IDS_BS = torch.tensor([[0, 5, 128_255, 7], [3, 3, 0, 0]])
 ORIGIN = Origin(
@@ -315,12 +316,8 @@ def test_nothing_is_written_that_could_not_be_read(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_write_that_fails_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(_: int) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "fsync", fail)
-    with pytest.raises(OSError, match="No space left"):
+def test_a_write_that_fails_leaves_nothing_behind(tmp_path: Path) -> None:
+    with full_disk(), pytest.raises(OSError, match="File too large"):
         write(tmp_path)
     assert list(tmp_path.iterdir()) == []
 

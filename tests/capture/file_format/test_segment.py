@@ -14,19 +14,19 @@ from typing import Any
 import pytest
 import torch
 
-import capture.record.rank_writer
-import capture.record.recorder
 from capture import CaptureError, capture_files, read_actor_config, read_micro_batch, recording
 from capture.black_box.incidents import read_incidents
 from capture.cli import main
 from capture.file_format.atomic_write import OTHER_HOST_SECONDS
-from capture.file_format.capture_file import read_call, read_capture_bytes
+from capture.file_format.capture_file import encode_call, read_call, read_capture_bytes
 from capture.file_format.folder_layout import MAX_RANKS_IN_ONE_FOLDER
 from capture.file_format.manifest import check_folder, read_manifest
+from capture.file_format.micro_batch import Origin
 from capture.file_format.segment import Segment, index_path_of
 from capture.file_format.segment_record import RECORD_BYTES
 from capture.file_format.segment_writer import repair_segments
-from capture.record.retention import check_retention, parse_num_bytes
+from capture.record.rank_writer import RankFiles
+from capture.record.retention import RetentionSettings, check_retention, parse_num_bytes
 from tests.helpers.small_jobs import TinyModel, steps_in
 from tests.warm import warm_bin
 
@@ -387,16 +387,20 @@ def test_64_processes_record_into_one_folder_without_a_loss(tmp_path: Path) -> N
     assert all(batch.sequences_BS.equal((IDS_BS + (batch.origin.step or 0)) % 16) for batch in batches)
 
 
-def test_a_recording_holds_no_more_than_one_manifest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(capture.record.rank_writer, "MAX_ENTRIES", 20)
-    recorder = record(tmp_path, 70, segment=None, max_queued=100)
+def test_a_recording_holds_no_more_than_one_manifest(tmp_path: Path) -> None:
+    files = RankFiles(tmp_path, tmp_path, RetentionSettings(), rank=0, stamp="2026", max_entries=20)
+    remembered = []
+    for step in range(70):
+        origin = Origin(source="", rank=0, step=step)
+        files.write(encode_call({"input_ids": IDS_BS}, {}, trains=True, origin=origin))
+        remembered.append(files.num_remembered)
+    files.commit()
+    files.close()
     manifests = sorted(tmp_path.glob("manifest_*.json"))
     assert [len(read_manifest(path)) for path in manifests] == [20, 20, 20, 10]
     checked = check_folder(tmp_path)
     assert (checked.is_whole, checked.uncommitted, len(checked.good)) == (True, [], 70)
-    [files] = recorder._store._writers.values()
-    assert len(files._entries) == 10
-    assert len(files._oldest_first) == 0
+    assert (max(remembered), remembered[-1]) == (19, 10)
 
 
 def test_redact_writes_segments_for_segments(tmp_path: Path) -> None:

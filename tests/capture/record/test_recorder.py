@@ -1,7 +1,6 @@
 """The recorder in a training job: it keeps what went in, and the job never notices it, whatever happens to the disk."""
 
 import copy
-import os
 import pickle
 import shutil
 import subprocess
@@ -10,6 +9,7 @@ import textwrap
 import threading
 import warnings
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from capture.file_format.atomic_write import write_atomically
 from capture.file_format.end_record import count_not_recorded
 from capture.record.background_writer import BackgroundWriter
 from capture.record.host_copy import ArgumentCopier
+from tests.helpers.full_disk import full_disk
 from tests.warm import warm_bin
 
 IDS_BS = torch.tensor([[0, 5, 9, 7], [3, 3, 0, 0]])
@@ -341,8 +342,8 @@ def test_one_folder_holds_one_models_captures(tmp_path: Path) -> None:
     assert len(capture_files(tmp_path)) == 2
 
 
-def full_disk(*_: Any) -> None:
-    raise OSError(28, "No space left on device")
+def run_out_of_memory(*_: Any) -> None:
+    raise MemoryError
 
 
 @pytest.mark.parametrize(
@@ -357,14 +358,13 @@ def test_a_failure_is_one_warning_and_a_count_and_the_losses_stay_as_they_were(
         folder.touch()
     model = TinyModel()
     recorder = recording(model, folder)
-    if fault == "full disk":
-        monkeypatch.setattr(os, "fsync", full_disk)
     if fault == "folder removed":
         shutil.rmtree(folder)
     if fault == "arguments that cannot be copied":
-        monkeypatch.setattr(ArgumentCopier, "copy", full_disk)
-    disturbed = train(model)
-    recorder.close()
+        monkeypatch.setattr(ArgumentCopier, "copy", run_out_of_memory)
+    with full_disk() if fault == "full disk" else nullcontext():
+        disturbed = train(model)
+        recorder.close()
     assert disturbed == undisturbed
     assert len(caught) == 1
     assert "capture stops, the job goes on" in str(caught[0].message)
@@ -472,16 +472,18 @@ def test_a_disk_that_hangs_holds_the_end_of_the_job_for_a_bounded_time_and_its_p
     reproduce: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     disk, model = SlowDisk(monkeypatch), TinyModel()
-    monkeypatch.setattr(capture.record.recorder, "MAX_FLUSH_SECONDS", 0.1)
+    other_threads = threading.enumerate()
     recorder = recording(model, tmp_path, reproduce=reproduce)
+    new_threads = set(threading.enumerate()) - set(other_threads)
+    [writer] = [thread for thread in new_threads if thread.name == "capture-writer"]
     train(model)
     assert disk.entered.wait(60)
     with pytest.warns(RuntimeWarning, match="not finished 0.1 s after the end"):
-        recorder.close()
+        recorder.close(max_seconds=0.1)
     assert isinstance(recorder.failure, TimeoutError)
     assert (recorder.num_seen, recorder.num_written, recorder.num_dropped) == (4, 0, 4)
     disk.freed.set()
-    recorder._writer._thread.join(60)
+    writer.join(60)
     assert (recorder.num_seen, recorder.num_written, recorder.num_dropped) == (4, 1, 3)
 
 
