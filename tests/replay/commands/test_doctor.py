@@ -387,6 +387,21 @@ def test_each_gpu_is_a_line_and_a_full_one_is_noted() -> None:
     assert "0-1" in find_check(checks, "peer access").found
 
 
+def test_a_gpu_is_full_by_its_own_size() -> None:
+    sizes, free = [80, 140, 140, 80], [7, 13, 15, 9]
+    facts = {
+        "gpus": [{**GPU, "bytes": size * 2**30} for size in sizes],
+        "free_bytes": [gibibytes * 2**30 for gibibytes in free],
+        "no_peers": [[0, 3], [3, 0], [1, 2], [2, 1]],
+        "built_for": "13.0",
+    }
+    *gpus, driver, peers = check_devices(ProbeAnswer(facts=facts), "")
+    assert [check.name for check in gpus] == ["gpu 0", "gpu 1", "gpu 2", "gpu 3"]
+    assert [check.status for check in gpus] == [CheckStatus.NOTE, CheckStatus.NOTE, CheckStatus.OK, CheckStatus.OK]
+    assert ["Try: nvidia-smi" in check.advice for check in gpus] == [True, True, False, False]
+    assert (driver.found, peers.found) == ("unknown, torch for 13.0", "none between 0-3, 1-2")
+
+
 def test_a_torch_that_cannot_see_the_gpu_of_this_machine_says_so() -> None:
     checks = check_devices(ProbeAnswer(facts={"gpus": [], "torch": "2.13.0+cpu"}), "580.1")
     assert [check.status for check in checks] == [CheckStatus.OK, CheckStatus.BROKEN]
