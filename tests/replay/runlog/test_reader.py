@@ -1,6 +1,7 @@
 """What is read of a log: its passes and gradient windows, their partners in another log, and what the log lacks."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from replay.runlog.reader import (
     read_run_below,
 )
 from replay.runlog.records import PassRecord
-from replay.runlog.run_file import RunFile
+from replay.runlog.run_file import RunFailure, RunFile
 from tests.helpers.made_logs import passed, write_log
 from tests.helpers.made_records import record
 
@@ -188,6 +189,33 @@ def test_the_first_pass_that_failed_on_any_rank_is_why_runs_are_not_compared(tmp
     ]
     folder = write_log(tmp_path / "log", records, exit_code=1)
     with pytest.raises(UsageError, match=r"pass 2 failed on rank 1 \(b\.pkl: ValueError: boom\)"):
+        PastRun.read(folder)
+
+
+@pytest.mark.parametrize(
+    ("failure", "where"),
+    [
+        (RunFailure(kind="died", rank=0), " on rank 0"),
+        (RunFailure(kind="failed", rank=3), " on rank 3"),
+        (RunFailure(kind="terminated"), ""),
+    ],
+)
+def test_a_run_that_broke_off_is_not_read_and_the_rank_is_named(
+    failure: RunFailure, where: str, two_ranks: Path
+) -> None:
+    run = RunFile.read(two_ranks)
+    replace(run, failure=failure).write(two_ranks)
+    with pytest.raises(UsageError, match=rf"^{two_ranks}: the run broke off{where}, see {two_ranks}/failure\.txt\. "):
+        PastRun.read(two_ranks)
+
+
+@pytest.mark.parametrize(
+    ("exit_code", "says"),
+    [(None, "it has no end, so the run goes on or was killed"), (130, "the run was interrupted")],
+)
+def test_a_log_without_its_end_is_not_read(exit_code: int | None, says: str, tmp_path: Path) -> None:
+    folder = write_log(tmp_path / "log", [passed(0, "a")], exit_code=exit_code)
+    with pytest.raises(UsageError, match=f"the log is cut short: {says}. Try: replay"):
         PastRun.read(folder)
 
 
