@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from replay.watch.blame import Sighting, find_missing_ranks, report_hang, report_termination
+from replay.watch.blame import Sighting, find_missing_ranks, report_departed_rank, report_hang, report_termination
 from replay.watch.progress import RankPhase, RankPosition
 
 
@@ -168,6 +168,18 @@ CASES: dict[str, tuple[list[Sighting], tuple[int, ...]]] = {
         ],
         (1,),
     ),
+    "one waits in a collective that no pass before had, the other in the usual one": (
+        [make_sighting(0, counts={"0": 7}), make_sighting(1, counts={"0": 8}, unforeseen=1)],
+        (1,),
+    ),
+    "one left a collective that no pass before had, and none failed": (
+        [
+            make_sighting(0),
+            make_sighting(1, inside=False, unforeseen=1),
+            make_sighting(2, inside=False),
+        ],
+        (1, 2),
+    ),
     "one's collective failed, two more returned in the same phase": (
         [
             make_sighting(0, RankPhase.WAITING_FOR_RANKS, failed=True),
@@ -305,8 +317,20 @@ def test_every_rank_has_a_line_with_its_input_and_phase() -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("interrupted", "kind", "text"),
+    [(True, "interrupted", "was interrupted (Ctrl-C)"), (False, "failed", "refused the run")],
+)
+def test_a_rank_that_said_goodbye_says_why(interrupted: bool, kind: str, text: str) -> None:
+    failure = report_departed_rank(2, interrupted=interrupted)
+    assert (failure.kind, failure.rank, failure.headline, failure.error) == (kind, 2, f"rank 2 {text}", text)
+
+
 def test_a_signal_to_all_ranks_names_none_of_them() -> None:
     positions = {rank: make_sighting(rank).position for rank in range(3)}
     assert report_termination([0, 1, 2], positions).rank is None
+    some = report_termination([1, 2], {**positions, 1: make_sighting(1, index=8).position})
+    assert (some.rank, some.position and some.position.index, some.kind, some.error) == (1, 8, "terminated", "SIGTERM")
+    assert some.headline.startswith("rank 1 was ended from outside (SIGTERM) in pass 9 on input_1.pkl")
     assert report_termination([1], positions).rank == 1
     assert report_termination([0], {0: make_sighting(0).position}).rank == 0
