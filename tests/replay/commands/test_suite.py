@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from statistics import fmean
@@ -157,6 +158,19 @@ def test_a_step_is_its_micro_batches_on_all_data_ranks_and_its_slowest_ranks(tmp
     assert [step.seconds for step in found.steps] == [4.0, 4.0]
     assert [step.inputs for step in found.steps] == [["00", "01", "10", "11"], ["20", "21", "30", "31"]]
     assert {step.memory_bytes for step in found.steps} == {2 * 2**30}
+
+
+@pytest.mark.parametrize(
+    ("seconds", "usual"),
+    [([9.0, 1.0, 5.0, 2.0], 2.0), ([9.0, 1.0, 5.0], 3.0), ([0.5, 1.0], 1.0), ([9.0], 9.0)],
+)
+def test_the_first_step_counts_in_no_time_unless_it_is_the_only_one(seconds: list[float], usual: float) -> None:
+    steps = [
+        replace(step, seconds=number, memory_bytes=int(1000 * number))
+        for step, number in zip(curve([2.0] * len(seconds)).steps, seconds, strict=True)
+    ]
+    made = LossCurve(steps=steps)
+    assert (made.seconds_a_step, made.peak_bytes, made.mean) == (usual, int(1000 * max(seconds)), 2.0)
 
 
 @pytest.mark.parametrize(
