@@ -18,14 +18,25 @@ from actor_init.spec import ActorSpec, UsageError
 from capture import capture_files
 from replay.api.logs import PastCampaign
 from replay.command_line.cli import main
-from replay.commands.recompiles.policies import Policy, PolicyResult, choose_lengths, find_best, find_break_even
+from replay.commands.recompiles.policies import (
+    Policy,
+    PolicyResult,
+    apply_policy,
+    choose_lengths,
+    find_best,
+    find_break_even,
+    find_policy_options,
+    parse_buckets,
+)
+from replay.commands.recompiles.runs import _summarize_run
 from replay.options.spec import find_sample_folder
 from replay.processes import pool
 from replay.processes.pool import ProcessResult, Task
-from replay.runlog.records import CompilationSection
+from replay.runlog.records import CompilationSection, PassRecord
 from replay.runner.observers import read_compilations
 from tests.helpers.children import run_quietly
 from tests.helpers.made_captures import copy_captures
+from tests.helpers.made_records import record
 from tests.helpers.read_logs import read_log
 from tests.helpers.schemas import assert_valid
 from tests.helpers.typed import spec_of
@@ -177,6 +188,102 @@ def test_a_policy_that_does_not_finish_is_said_and_the_others_count(
     assert (found["static"]["num_passes"], found["static"]["pass_seconds"]) == (5, None)
     assert found["static"]["error"].startswith("not finished within 9 s")
     assert "use        off, no compiling" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("policy", "sizes", "options"),
+    [
+        (Policy.OFF, [1], ""),
+        (Policy.DYNAMIC, [1], "--compile"),
+        (Policy.AUTOMATIC, [1], "--compile --compile-lengths automatic"),
+        (Policy.STATIC, [1], "--compile --compile-lengths static"),
+        (Policy.BUCKETS, [128, 512], "--pad-tokens 128,512 --compile --compile-lengths static"),
+        # One number alone would be a multiple.
+        (Policy.BUCKETS, [128], "--pad-tokens 128,128 --compile --compile-lengths static"),
+        (Policy.MULTIPLE, [1], "--pad-tokens 64 --compile --compile-lengths static"),
+    ],
+)
+def test_each_policy_is_what_a_user_types_for_it(policy: Policy, sizes: list[int], options: str) -> None:
+    actor = apply_policy(policy, spec_of(["--dtype", "fp32"]).actor, multiple=64, sizes=sizes)
+    assert " ".join(find_policy_options(actor)) == options
+    assert actor.dtype == "fp32"
+    assert spec_of(["--dtype", "fp32", *options.split()]).actor == actor
+
+
+@pytest.mark.parametrize(("text", "buckets"), [("4", 4), ("512,128,512", [128, 512]), ("7,7", [7])])
+def test_one_number_of_buckets_is_how_many_and_several_are_lengths(text: str, buckets: int | list[int]) -> None:
+    assert parse_buckets(text) == buckets
+
+
+@pytest.mark.parametrize(
+    ("pass_seconds", "extra_seconds", "first"),
+    [
+        ((0.5, 1.0), (10.0, 0.0), 20),
+        ((0.5, 1.0), (10.0, 4.0), 12),
+        ((0.5, 1.0), (0.0, 4.0), 1),
+        ((1.0, 1.0), (0.0, 9.0), None),
+    ],
+)
+def test_what_is_faster_pays_from_the_pass_on_that_makes_up_for_compiling(
+    pass_seconds: tuple[float, float], extra_seconds: tuple[float, float], first: int | None
+) -> None:
+    compiled, other = [
+        PolicyResult(policy=Policy.STATIC, pass_seconds=seconds, extra_seconds=extra)
+        for seconds, extra in zip(pass_seconds, extra_seconds, strict=True)
+    ]
+    assert find_break_even(compiled, other) == first
+
+
+def make_rank_passes(index: int, seconds: float, *, is_failed: bool = False, **of_ranks: Any) -> list[PassRecord]:
+    """A pass of two ranks, of which the second is half a second slower; `of_ranks` has a value for each."""
+    boom: dict[str, Any] = {"error": "boom", "error_type": "ValueError"}
+    return [
+        record(
+            index,
+            rank=rank,
+            data_rank=0,
+            seconds=seconds + 0.5 * rank,
+            **{name: values[rank] for name, values in of_ranks.items()},
+            **(boom if is_failed and rank else {}),
+        )
+        for rank in range(2)
+    ]
+
+
+@pytest.mark.parametrize("is_failed", [False, True])
+def test_a_policy_costs_what_its_slowest_rank_takes_and_a_guard_fails_once_for_all_ranks(
+    is_failed: bool, tmp_path: Path
+) -> None:
+    """Two inputs, twice each, on two ranks that share them."""
+    fed: dict[str, Any] = {"fed_tokens": (80, 80)}
+    records = [
+        *make_rank_passes(0, 3.0, new_graphs=(2, 1), compile_seconds=(1.0, 2.0), **fed),
+        *make_rank_passes(
+            1, 4.0, new_graphs=(0, 1), recompilations=(["a 1 != 2"], ["a 1 != 2"]), fed_tokens=(100, 100)
+        ),
+        *make_rank_passes(2, 1.0, recompilations=(["a 3 != 4/5", "b"],) * 2, **fed),
+        *make_rank_passes(3, 2.0, is_failed=is_failed, fed_tokens=(100, 100)),
+    ]
+    (tmp_path / "output.txt").write_text("")
+    child = ProcessResult(exit_code=1 if is_failed else 0, seconds=9.0, output=tmp_path / "output.txt", logs=tmp_path)
+    result = _summarize_run(Policy.DYNAMIC, spec_of(["--compile"]).actor, records, child, 2, "logs/x")
+    assert (result.num_graphs, result.compile_seconds, result.fed_tokens) == (3, 2.0, 180)
+    assert result.recompilations == {"a N != N": 2, "b": 1}
+    assert (result.options, result.log) == ("--compile", "logs/x")
+    if is_failed:
+        # Of the input whose second pass failed nothing is known; the first one took 3.5 s, and then 1.5 s.
+        assert (result.num_passes, result.pass_seconds, result.extra_seconds) == (3, None, 2.0)
+        assert result.error == "input_3.pkl: ValueError: boom"
+    else:
+        assert (result.num_passes, result.pass_seconds, result.extra_seconds) == (4, (1.5 + 2.5) / 2, 2.0 + 2.0)
+        assert result.error == ""
+
+
+def test_passes_that_are_missing_are_counted(tmp_path: Path) -> None:
+    (tmp_path / "output.txt").write_text("")
+    child = ProcessResult(exit_code=0, seconds=9.0, output=tmp_path / "output.txt", logs=tmp_path)
+    result = _summarize_run(Policy.OFF, ActorSpec(), make_rank_passes(0, 1.0), child, 2, "")
+    assert (result.num_passes, result.pass_seconds, result.error) == (1, None, "1 of 4 passes")
 
 
 def test_the_policy_with_the_least_net_time_is_used() -> None:
