@@ -102,6 +102,15 @@ PLANTED = {
         processes=2,
         options=["--tp", "2"],
     ),
+    "two files that two data ranks are fed at once, of which the second is the one that fails": Planted(
+        fails=lambda c: c.num_processes == 2 and has(c, 6, 0, 3) and has(c, *AT),
+        num_processes=2,
+        first=replace(FAILURE, index=3, source="7.pkl"),
+        files=2,
+        rows=2,
+        tokens=4,
+        processes=2,
+    ),
     "no token at all": Planted(fails=lambda c: True, runs=5),
     "memory": Planted(fails=lambda c: num_tokens(c) > 100, rows=2, tokens=102),
 }
