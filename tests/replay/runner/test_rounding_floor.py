@@ -17,11 +17,20 @@ from replay.options.spec import InputsSpec, MeasureSpec
 from replay.runner.rounding_floor import (
     RunRepeater,
     _keep_limits,
+    compute_floors,
     count_passes_to_measure,
     make_rounding_variant,
     measure_step_floors,
 )
-from replay.tolerances.job_bounds import LOSS, TOKENS_RMS, NoiseFloor, name_signature_floor
+from replay.tolerances.job_bounds import (
+    GRAD_NORM,
+    LOG_PROBS,
+    LOSS,
+    TOKEN_LOG_PROBS,
+    TOKENS_RMS,
+    NoiseFloor,
+    name_signature_floor,
+)
 from replay.verdict.judge import PassEvidence
 from replay.verdict.recorded_pass import ReplayedPass
 from tests.helpers.made_records import record
@@ -100,6 +109,57 @@ def test_behind_the_measured_passes_a_floor_grows_as_the_number_of_steps(monkeyp
     assert num_run == 4
     # Of a loss there is one value a pass, so the largest of all measured ones counts for each of them.
     assert [floors[index][LOSS].value for index in (0, 3, 6, 9)] == pytest.approx([3e-3, 3e-3, 6e-3, 9e-3])
+
+
+def make_token_pass(index: int, *log_probs: float | None, rank: int = 0) -> PassEvidence:
+    replayed = ReplayedPass(log_probs_at_recorded_positions=log_probs)
+    return PassEvidence(record(index, loss=None, num_steps=index, rank=rank), None, replayed)
+
+
+def test_of_tokens_a_step_lets_the_floor_drift_and_before_it_nothing_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("replay.runner.rounding_floor.have_same_masks", lambda *_: True)
+    repeater = SimpleNamespace(
+        spec=SimpleNamespace(actor=SimpleNamespace(resolved_grad_accumulation=1)),
+        selection=SimpleNamespace(inputs=range(10)),
+        dropout=(),
+        make_rounding_variant=lambda passes: SimpleNamespace(actor=ActorSpec()),
+        replay_inputs=lambda variant, number: [make_token_pass(i, -0.5 - 1e-3 * (i + 1)) for i in range(number)],
+    )
+    floors, _ = measure_step_floors(cast(Any, repeater), [make_token_pass(index, -0.5) for index in range(10)])
+    drift = 3.0  # as docs/tolerances.md has it
+    # Behind the last pass that was measured, with three steps before it, six steps are twice as many.
+    expected = {0: 1e-3, 1: 2e-3 * drift, 3: 4e-3 * drift, 6: 2 * 4e-3 * drift}
+    assert {index: floors[index][TOKEN_LOG_PROBS].value for index in expected} == pytest.approx(expected)
+
+
+def test_a_floor_is_the_largest_difference_of_passes_with_the_same_place() -> None:
+    passes = [make_token_pass(0, -0.5, None, -0.25), make_token_pass(0, -0.5, rank=1), make_token_pass(2, -0.5)]
+    others = [
+        make_token_pass(1, -9.0),  # of another pass
+        make_token_pass(0, -0.5, rank=1),
+        make_token_pass(0, -0.5 - 3e-3, -9.0, -0.25 + 4e-3),
+    ]
+    floors = compute_floors(passes, others)
+    assert set(floors) == {TOKEN_LOG_PROBS, TOKENS_RMS}
+    assert floors[TOKEN_LOG_PROBS].value == pytest.approx(4e-3)
+    assert floors[TOKEN_LOG_PROBS].num_values == 3
+    assert floors[TOKENS_RMS].value == pytest.approx(((3e-3**2 + 4e-3**2) / 3) ** 0.5)
+
+
+def test_a_rows_floor_is_of_its_mean_log_prob_and_no_rank_is_left_out() -> None:
+    def make_rows(rank: int, sums: list[float], tokens: list[int], loss: float, norm: float | None) -> PassEvidence:
+        made = record(0, rank=rank, row_log_probs=sums, row_action_tokens=tokens, loss=loss, grad_norm=norm)
+        return PassEvidence(made, None, ReplayedPass())
+
+    passes = [make_rows(0, [-2.0, 0.0], [4, 0], 0.5, 2.0), make_rows(1, [-2.0], [2], 0.5, None)]
+    others = [make_rows(0, [-2.08, 5.0], [4, 0], 0.5 + 1e-3, 2.5), make_rows(1, [-2.06], [2], 0.5 + 2e-3, 9.0)]
+    floors = compute_floors(passes, others)
+    # 0.08 over 4 tokens, and 0.06 over 2; a row without a token of the loss has none.
+    assert floors[LOG_PROBS].value == pytest.approx(0.03)
+    assert floors[LOG_PROBS].num_values == 2
+    assert floors[LOSS].value == pytest.approx(2e-3)
+    assert floors[GRAD_NORM].value == pytest.approx(0.25)
+    assert floors[GRAD_NORM].num_values == 1
 
 
 @pytest.mark.parametrize(("changed_at", "num_measured"), [(0, 4), (1, 4), (5, 8), (9, 10)])
