@@ -129,6 +129,26 @@ def test_a_pass_that_ran_out_on_another_rank_is_not_told_of_this_one() -> None:
     assert reruns.analyze_out_of_memory([record(3), elsewhere]) is None
 
 
+@pytest.mark.parametrize("trains", [True, False])
+@pytest.mark.parametrize("kind", ["of the other kind", "that failed"])
+def test_a_fit_takes_passes_of_the_same_kind_that_finished(trains: bool, kind: str, tmp_path: Path) -> None:
+    """A rollout keeps nothing for a backward, and a pass that broke off has no peak."""
+    lengths = [100, 200, 150, 300, 400]
+    other: dict[str, Any] = {"trains": not trains} if kind == "of the other kind" else {"error": "boom"}
+    records = [make_record(index, length, length * MIB, length * MIB) for index, length in enumerate(lengths[:4])]
+    records = [replace(one, input=replace(one.input, trains=trains)) for one in records]
+    records[2] = record(2, phases=records[2].cost.phases, **{"trains": trains, **other})
+    records[3] = record(3, phases=records[3].cost.phases, **{"trains": trains, **other})
+    records.append(record(4, phases={}, error="x", error_type="OutOfMemoryError", trains=trains))
+
+    found = analyze(tmp_path, lengths, records, ActorSpec(backend="ddp"))
+
+    assert (found.needed, found.why_not) == (
+        None,
+        "2 passes of its kind finished, and a fit of peaks to tokens takes 3",
+    )
+
+
 def test_whole_logits_are_told_from_what_blocks_keep(tmp_path: Path) -> None:
     lengths = [100, 200, 150, 400]
     records = [make_record(index, length, 0, length * 1_000) for index, length in enumerate(lengths[:3])]
