@@ -1,5 +1,7 @@
 """Statistics against values computed by hand."""
 
+from typing import Any
+
 import pytest
 
 from replay.runlog.records import PassRecord
@@ -102,11 +104,27 @@ def test_ranks_run_at_the_same_time() -> None:
     assert statistics.slowest.rank == 1
 
 
-def test_a_pass_that_compiled_on_one_rank_counts_on_none() -> None:
-    records = [record(0), record(0, rank=1, new_graphs=1), record(1), record(1, rank=1)]
-    statistics = summarize(records)
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"new_graphs": 1}, NEW_GRAPH),
+        ({"warmup": True}, WARMUP),
+        ({"traced": True}, TRACED),
+        ({"error": "broken", "error_type": "RuntimeError"}, FAILED),
+        ({"first_uses": ["library"]}, "loaded a library"),
+    ],
+)
+def test_a_pass_that_does_not_count_on_one_rank_counts_on_none(changes: dict[str, Any], reason: str, rank: int) -> None:
+    records = [record(0, rank=number, **(changes if number == rank else {})) for number in range(2)]
+    statistics = summarize([*records, record(1), record(1, rank=1)])
     assert (statistics.num_passes, statistics.num_counted) == (2, 1)
-    assert statistics.left_out == {NEW_GRAPH: 1}
+    assert statistics.left_out == {reason: 1}
+
+
+def test_the_ranks_records_may_come_in_any_order() -> None:
+    records = [record(index, forward=0.1 * (index + 1), rank=rank) for index in range(3) for rank in range(2)]
+    assert summarize(records[::-1]) == summarize(records)
 
 
 def test_padding_that_was_fed_takes_its_part_of_each_pass_s_time() -> None:
