@@ -286,18 +286,21 @@ def test_a_compiler_has_five_times_as_long(world: World, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(
-    ("idle_seconds", "is_compiling", "hangs"),
+    ("idle_seconds", "compiling", "hangs"),
     [
-        ((200.0, 3.0, 200.0), False, False),
-        ((3.0, 200.0, 200.0), False, False),
-        ((200.0, 121.0, 500.0), False, True),
-        ((200.0, 200.0, 200.0), True, False),
-        ((700.0, 601.0, 700.0), True, True),
+        ((200.0, 3.0, 200.0), (), False),
+        ((3.0, 200.0, 200.0), (), False),
+        ((200.0, 121.0, 500.0), (), True),
+        ((200.0, 200.0, 200.0), (0, 1), False),
+        ((200.0, 200.0, 200.0), (0,), False),
+        ((200.0, 200.0, 200.0), (1,), False),
+        ((700.0, 601.0, 700.0), (1,), True),
+        ((700.0, 601.0, 700.0), (0, 1), True),
     ],
 )
 @pytest.mark.parametrize("answers", [True, False])
 def test_a_run_goes_on_while_any_rank_makes_progress(
-    idle_seconds: tuple[float, ...], is_compiling: bool, hangs: bool, answers: bool
+    idle_seconds: tuple[float, ...], compiling: tuple[int, ...], hangs: bool, answers: bool
 ) -> None:
     """With --timeout 120, five times as long where one compiles. Of a rank that is silent no progress is known."""
     first, second, third = [
@@ -305,7 +308,7 @@ def test_a_run_goes_on_while_any_rank_makes_progress(
             rank=rank,
             position=RankPosition(index=0, phase=RankPhase.FORWARD),
             idle_seconds=seconds,
-            is_compiling=is_compiling,
+            is_compiling=rank in compiling,
             standing_at="x.py:1 in y",
         )
         for rank, seconds in enumerate(idle_seconds)
