@@ -164,3 +164,19 @@ def test_modules_that_the_model_has_not_are_refused() -> None:
     adapter = Adapter(name="default", settings={"r": 2, "target_modules": ["not_there"]})
     with pytest.raises(UsageError, match="peft refuses the LoRA of rank 2 on not_there"):
         add_adapter(model, adapter)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({}, "the rest is frozen"),
+        ({"modules_to_save": ["lm_head", "norm"]}, "lm_head, norm trained whole; the rest is frozen"),
+        # PEFT adds the whole name of what it ties to a module that was named by its end.
+        (
+            {"modules_to_save": ["lm_head", "embed_tokens", "model.embed_tokens"], "ensure_weight_tying": True},
+            "lm_head, embed_tokens trained whole with what is tied to it; the rest is frozen",
+        ),
+    ],
+)
+def test_each_module_that_is_trained_whole_is_named_once(settings: dict[str, Any], words: str) -> None:
+    assert Adapter(name="default", settings=settings).describe_training() == words

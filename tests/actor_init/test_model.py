@@ -17,9 +17,10 @@ from transformers import (
     T5Config,
 )
 
-from actor_init.model import configure_model, find_model
+from actor_init.model import ModelSource, configure_model, find_model
 from actor_init.model_config import parse_config
 from actor_init.spec import ActorSpec, UsageError
+from actor_init.weights import RandomWeights
 
 
 @pytest.mark.parametrize("kind", [T5Config, BartConfig, BertConfig, LlavaConfig])
@@ -56,3 +57,14 @@ def test_recomputing_activations_warns_of_nothing(monkeypatch: pytest.MonkeyPatc
         monkeypatch.setattr(PreTrainedModel, "gradient_checkpointing_enable", lambda _, options: given.append(options))
         configure_model(model, ActorSpec(gradient_checkpointing=True))
         assert given == [{"use_reentrant": False}]
+
+
+@pytest.mark.parametrize(
+    ("forward", "frozen"), [(None, ""), (0, ""), (2, ""), (3, "a"), (6, "a"), (7, "b"), (100, "b")]
+)
+def test_what_a_job_froze_later_holds_from_that_forward_until_the_next_change(forward: int | None, frozen: str) -> None:
+    later = {7: frozenset({"b"}), 3: frozenset({"a"})}
+    source = ModelSource(
+        config=PretrainedConfig(), weights=RandomWeights(seed=0, std=0.02), name="", frozen_later=later
+    )
+    assert source.find_frozen_at(forward) == frozenset(frozen)

@@ -62,16 +62,24 @@ def test_what_the_first_rank_refuses_is_raised_on_the_others_which_decide_nothin
 
 
 @pytest.mark.parametrize(
-    ("refusing_ranks", "says"), [((1,), "on rank 1: no such file"), ((0, 1), "no such file"), ((), "its model")]
+    ("refusing_ranks", "says"),
+    [
+        ((1,), ["on rank 1: no file 1"] * 3),
+        # The first of several is named.
+        ((1, 2), ["on rank 1: no file 1"] * 3),
+        ((0, 2), ["on rank 0: no file 0"] * 3),
+        ((0, 1, 2), ["no file 0", "no file 1", "no file 2"]),
+        ((), ["its model"] * 3),
+    ],
 )
 def test_what_any_rank_refuses_is_raised_on_all_with_its_number_unless_all_refuse(
-    refusing_ranks: tuple[int, ...], says: str
+    refusing_ranks: tuple[int, ...], says: list[str]
 ) -> None:
     def find(world: World) -> str:
         if world.rank in refusing_ranks:
-            raise UsageError("no such file")
+            raise UsageError(f"no file {world.rank}")
         return "its model"
 
-    results = call_on_ranks(lambda world: try_on_all_ranks(world, lambda: find(world)), [CPU, CPU])
-    assert [str(result) for result in results] == [says, says]
+    results = call_on_ranks(lambda world: try_on_all_ranks(world, lambda: find(world)), [CPU] * 3)
+    assert [str(result) for result in results] == says
     assert all(isinstance(result, UsageError) for result in results) is bool(refusing_ranks)

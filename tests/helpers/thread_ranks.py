@@ -1,12 +1,19 @@
-"""Ranks that are threads of this process, for code in which ranks do no more than tell each other values."""
+"""Ranks that are threads of this process: some tell each other values alone, others have torch's process groups."""
 
 import threading
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
+from actor_init.spec import ParallelSpec
+from actor_init.world import MESH_AXES, World
 from tests.helpers.commands import LIMIT
+
+ResultT = TypeVar("ResultT")
 
 CPU = torch.device("cpu")
 
@@ -56,3 +63,64 @@ def call_on_ranks(function: Callable[[Any], Any], devices: Sequence[torch.device
     for worker in workers:
         worker.join(LIMIT)
     return [results[rank] for rank in range(len(devices))]
+
+
+def run_with_groups(function: Callable[[World], ResultT], num_ranks: int, parallel: ParallelSpec) -> list[ResultT]:
+    """Call `function` with the world of each rank, and return what it returned there; raise what a rank raised.
+
+    Collectives go through the process groups that torch tests its own parallelism with. They copy as gloo does, but
+    know no shares of different sizes in a reduce-scatter, and no groups that DeepSpeed opens.
+    """
+    results: dict[int, ResultT] = {}
+    errors: list[BaseException] = []
+
+    def call(rank: int, store: dist.Store, give_up: Callable[[BaseException], None]) -> None:
+        dist.init_process_group("threaded", rank=rank, world_size=num_ranks, store=store)
+        try:
+            results[rank] = function(_make_world(rank, num_ranks, parallel))
+        # The others wait for this rank, whatever it raises; they are ended by a SystemExit.
+        except BaseException as error:
+            errors.append(error)
+            give_up(error)
+        finally:
+            dist.destroy_process_group()
+
+    with _groups_of_threads() as give_up:
+        store = dist.HashStore()
+        workers = [threading.Thread(target=call, args=(rank, store, give_up)) for rank in range(num_ranks)]
+        for worker in workers:
+            worker.start()
+        for worker in workers:
+            worker.join(LIMIT)
+    if errors:
+        raise next((error for error in errors if not isinstance(error, SystemExit)), errors[0])
+    return [results[rank] for rank in range(num_ranks)]
+
+
+@contextmanager
+def _groups_of_threads() -> Iterator[Callable[[BaseException], None]]:
+    """Give each thread process groups of its own. Yields what ends the ranks that wait for one that failed."""
+    # Imported here because the import registers a backend of process groups for good.
+    from torch.testing._internal.distributed import multi_threaded_pg
+
+    groups: Any = multi_threaded_pg.ProcessLocalGroup
+    torch._C._distributed_c10d._set_thread_isolation_mode(True)
+    multi_threaded_pg._install_threaded_pg()
+    try:
+        yield groups.exception_handle
+    finally:
+        groups.reset()
+        multi_threaded_pg._uninstall_threaded_pg()
+        torch._C._distributed_c10d._set_thread_isolation_mode(False)
+
+
+def _make_world(rank: int, num_ranks: int, parallel: ParallelSpec) -> World:
+    """Make the world that `World.from_env` makes of a launcher's variables, which all threads share."""
+    tp, ring = parallel.tp, parallel.ring
+    return World(
+        rank=rank,
+        world_size=num_ranks,
+        device=CPU,
+        mesh=init_device_mesh("cpu", (num_ranks // (tp * ring), ring, tp), mesh_dim_names=MESH_AXES),
+        weights_mesh=init_device_mesh("cpu", (num_ranks // tp, tp), mesh_dim_names=("shard", "tp")),
+    )

@@ -60,6 +60,9 @@ def test_a_folder_of_dcp_below_a_checkpoint_is_found(tmp_path: Path) -> None:
     content = {"state": {"weight": optimizer.state_dict()["state"][0]}}
     save({"optimizer": content}, checkpoint_id=tmp_path / "optimizer_0")
     assert set(OptimizerState.read(tmp_path).by_name) == {"weight"}
+    # FSDP numbers the optimizers of a job that has several: the first is the model's.
+    save({"optimizer": {"state": {"other": content["state"]["weight"]}}}, checkpoint_id=tmp_path / "optimizer_1")
+    assert set(OptimizerState.read(tmp_path).by_name) == {"weight"}
 
 
 class Evil:

@@ -76,20 +76,27 @@ def test_a_plan_that_does_not_fit_is_refused_where_it_was_asked_for(
 
 
 @pytest.mark.parametrize(
-    ("model_type", "expected"),
+    ("model_type", "sizes", "expected"),
     [
-        ("gpt2", {"attn.c_attn": Split.GATHERED, "attn.c_proj": Split.GATHERED}),
+        ("gpt2", {}, {"attn.c_attn": Split.GATHERED, "attn.c_proj": Split.GATHERED}),
         (
             "qwen3_moe",
+            {},
             {"self_attn.o_proj": Split.ROWS, "self_attn.q_norm": Split.PER_HEAD, "mlp.experts": Split.EXPERTS},
         ),
-        ("olmo2", {"self_attn.q_proj": Split.GATHERED, "mlp.up_proj": Split.COLUMNS, "mlp.down_proj": Split.ROWS}),
-        ("phi3", {"self_attn.qkv_proj": Split.GATHERED, "mlp.gate_up_proj": Split.GATHERED}),
-        ("llama4_text", {"self_attn.q_proj": Split.COLUMNS, "feed_forward.experts": Split.EXPERT_ROWS}),
+        ("olmo2", {}, {"self_attn.q_proj": Split.GATHERED, "mlp.up_proj": Split.COLUMNS, "mlp.down_proj": Split.ROWS}),
+        ("phi3", {}, {"self_attn.qkv_proj": Split.GATHERED, "mlp.gate_up_proj": Split.GATHERED}),
+        ("llama4_text", {}, {"self_attn.q_proj": Split.COLUMNS, "feed_forward.experts": Split.EXPERT_ROWS}),
+        # Heads, or a width, that two ranks cannot share.
+        ("qwen3_moe", {"num_key_value_heads": 1}, {"self_attn.q_proj": Split.GATHERED, "mlp.experts": Split.EXPERTS}),
+        ("qwen3_moe", {"num_attention_heads": 3, "num_key_value_heads": 3}, {"self_attn.o_proj": Split.GATHERED}),
+        ("olmo2", {"intermediate_size": 49}, {"mlp.up_proj": Split.GATHERED, "mlp.down_proj": Split.GATHERED}),
     ],
 )
-def test_what_no_plan_fits_is_split_by_parts(model_type: str, expected: dict[str, Split]) -> None:
-    plan = find_plan(model_of(model_type), TpPlan.AUTO, 2)
+def test_what_no_plan_fits_is_split_by_parts(
+    model_type: str, sizes: dict[str, int], expected: dict[str, Split]
+) -> None:
+    plan = find_plan(model_of(model_type, **sizes), TpPlan.AUTO, 2)
     first = {name.split(".", 3)[3]: split for name, split in plan.splits.items() if ".0." in name}
     assert first.items() >= expected.items(), first
     assert plan.origin.startswith("mixed for ")
