@@ -104,14 +104,15 @@ def _groups_of_threads() -> Iterator[Callable[[BaseException], None]]:
     from torch.testing._internal.distributed import multi_threaded_pg
 
     groups: Any = multi_threaded_pg.ProcessLocalGroup
-    torch._C._distributed_c10d._set_thread_isolation_mode(True)
+    c10d: Any = torch._C._distributed_c10d
+    c10d._set_thread_isolation_mode(True)
     multi_threaded_pg._install_threaded_pg()
     try:
         yield groups.exception_handle
     finally:
         groups.reset()
         multi_threaded_pg._uninstall_threaded_pg()
-        torch._C._distributed_c10d._set_thread_isolation_mode(False)
+        c10d._set_thread_isolation_mode(False)
 
 
 def _make_world(rank: int, num_ranks: int, parallel: ParallelSpec) -> World:

@@ -4,83 +4,29 @@ The slow tests beside this file replay with processes, under DeepSpeed too.
 """
 
 from copy import deepcopy
-from dataclasses import dataclass, field, replace
-from importlib import import_module
-from typing import Any
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+from transformers import AutoModelForCausalLM
 
-from actor_init.attention.ring_split import compute_ring_indices, may_zigzag
-from actor_init.declarations.backends import BACKENDS
 from actor_init.inputs.documents import KeptLogits
-from actor_init.inputs.packing import prepare_inputs, slice_for_ring
-from actor_init.model import ModelSource, make_random_weights
+from actor_init.model import ModelSource
 from actor_init.model_form import HeadForm, LogitStep
-from actor_init.spec import ActorSpec, Dtype, ParallelSpec
+from actor_init.spec import ParallelSpec
 from actor_init.world import World
-from capture.file_format.micro_batch import MicroBatch, Origin
 from tests.helpers.contract import NORM_BOUND
-from tests.helpers.families import tiny_config
 from tests.helpers.gradients import GRADIENT_BOUND
-from tests.helpers.sharded import MODELS, SIZES
+from tests.helpers.thread_actors import LIMIT_OF_NORM, RATE, ShardedCase
 from tests.helpers.thread_ranks import run_with_groups
 
 LLAMA, TIED = "llama", "llama, tied, biases, uneven"
 QWEN3, GEMMA3 = "qwen3, norms on heads", "gemma3, sliding window, softcap"
-RATE, LIMIT_OF_NORM = 0.1, 0.5
 CAP = tuple(LogitStep(function=name, numbers=numbers) for name, numbers in (("div", (5,)), ("tanh", ()), ("mul", (5,))))
 WITHOUT_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 # Logits of five tokens: several chunks a pass.
 CHUNKS = HeadForm(chunk_bytes=5 * 133 * 4)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Case:
-    """One actor.
-
-    lengths        of the documents of a pass
-    options        of its spec, beside those that all have
-    config         what the model's has beside that of its name
-    with_entropies the loss has the entropies in it, too
-    """
-
-    model: str
-    num_ranks: int
-    parallel: ParallelSpec = field(default_factory=ParallelSpec)
-    backend: str = "fsdp2"
-    lengths: tuple[int, ...] = (7, 12)
-    packing: bool = True
-    head: HeadForm | None = None
-    num_passes: int = 1
-    options: dict[str, Any] = field(default_factory=dict)
-    config: dict[str, Any] = field(default_factory=dict)
-    with_entropies: bool = True
-
-    @property
-    def num_data_ranks(self) -> int:
-        return self.num_ranks // (self.parallel.tp * self.parallel.ring)
-
-    def make_config(self) -> PretrainedConfig:
-        if self.model in MODELS:
-            config: PretrainedConfig = AutoConfig.for_model(**{**SIZES, **MODELS[self.model], **self.config})
-            return config
-        return tiny_config(self.model, **self.config)
-
-    def make_batch(self, data_rank: int, number: int) -> MicroBatch:
-        """Make the pass with this number of a data rank; rows are padded on the left.
-
-        A token of each is the model's padding, whose embedding gets no gradient, in another place than padding.
-        """
-        config = self.make_config()
-        random = torch.Generator().manual_seed(100 * data_rank + number)
-        longest = max(self.lengths)
-        ids_BS = torch.randint(3, config.vocab_size, (len(self.lengths), longest), generator=random)
-        ids_BS[:, -2] = config.pad_token_id or 3
-        real_BS = torch.arange(longest) >= longest - torch.tensor(self.lengths)[:, None]
-        return MicroBatch(sequences_BS=ids_BS, attention_mask_BS=real_BS, trains=True, origin=Origin(source="made"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,31 +50,12 @@ def compute_loss(log_probs_BA: Tensor, entropy_BA: Tensor | None) -> Tensor:
     return loss if entropy_BA is None else loss + (weight_BA.square() * entropy_BA).sum() / 30
 
 
-def run_actor(case: Case, source: ModelSource, world: World) -> Answer:
-    spec = ActorSpec(
-        backend=case.backend,
-        dtype=Dtype.FP32,
-        packing=case.packing,
-        parallel=case.parallel,
-        optimizer="sgd",
-        learning_rate=RATE,
-        max_norm=LIMIT_OF_NORM,
-        grad_accumulation=case.num_passes,
-        **case.options,
-    ).with_defaults()
-    module, name = BACKENDS[case.backend].engine.split(":")
-    actor = getattr(import_module(module), name).open(spec, source, world)
+def run_actor(case: ShardedCase, source: ModelSource, world: World) -> Answer:
+    actor = case.open_actor(source, world)
     log_probs, entropies = [], []
-    for number in range(case.num_passes):
+    for inputs in case.make_inputs(source, world):
         kept = KeptLogits() if case.with_entropies else None
-        inputs = prepare_inputs(case.make_batch(world.data_rank, number), packing=case.packing)
-        if case.parallel.ring > 1:
-            assert inputs.cu_seq_lens is not None
-            stride, zigzag = case.parallel.ring_head_stride, may_zigzag(source.config)
-            ring = compute_ring_indices(inputs.cu_seq_lens, world.ring_group, head_stride=stride, may_zigzag=zigzag)
-            assert ring.is_zigzag is (len(case.lengths) == 1)
-            inputs = slice_for_ring(inputs, ring)
-        log_probs_BA = actor.forward(replace(inputs, kept_logits=kept, head=case.head), train_mode=True)
+        log_probs_BA = actor.forward(replace(inputs, kept_logits=kept), train_mode=True)
         entropy_BA = kept.compute_entropies() if kept is not None else None
         actor.backward(compute_loss(log_probs_BA, entropy_BA))
         log_probs.append(log_probs_BA.detach())
@@ -140,7 +67,7 @@ def run_actor(case: Case, source: ModelSource, world: World) -> Answer:
     return Answer(log_probs=log_probs, entropies=entropies, gradients=gradients, norm=norm, weights=weights)
 
 
-def compute_reference(case: Case, source: ModelSource) -> list[Answer]:
+def compute_reference(case: ShardedCase, source: ModelSource) -> list[Answer]:
     """Compute each data rank's answer with transformers alone: each document by itself, and a step of plain SGD."""
     model = AutoModelForCausalLM.from_config(deepcopy(source.config), attn_implementation="eager", dtype=torch.float32)
     for name, parameter in model.named_parameters():
@@ -177,50 +104,50 @@ def compute_reference(case: Case, source: ModelSource) -> list[Answer]:
 
 
 CASES = {
-    "tp, uneven vocabulary": Case(model=TIED, num_ranks=2, parallel=ParallelSpec(tp=2)),
-    "tp, uneven vocabulary, in chunks": Case(model=TIED, num_ranks=2, parallel=ParallelSpec(tp=2), head=CHUNKS),
-    "tp on two data ranks, norms on heads": Case(model=QWEN3, num_ranks=4, parallel=ParallelSpec(tp=2), num_passes=2),
-    "tp, a window, a softcap": Case(
+    "tp, uneven vocabulary": ShardedCase(model=TIED, num_ranks=2, parallel=ParallelSpec(tp=2)),
+    "tp, uneven vocabulary, in chunks": ShardedCase(model=TIED, num_ranks=2, parallel=ParallelSpec(tp=2), head=CHUNKS),
+    "tp on two data ranks, norms on heads": ShardedCase(
+        model=QWEN3, num_ranks=4, parallel=ParallelSpec(tp=2), num_passes=2
+    ),
+    "tp, a window, a softcap": ShardedCase(
         model=GEMMA3, num_ranks=2, parallel=ParallelSpec(tp=2), head=replace(CHUNKS, steps=CAP), lengths=(20, 5)
     ),
-    "tp, padded rows, layers again in backward": Case(
+    "tp, padded rows, layers again in backward": ShardedCase(
         model=TIED,
         num_ranks=2,
         parallel=ParallelSpec(tp=2),
         packing=False,
         options={"gradient_checkpointing": True, "zero_stage": 2},
     ),
-    "tp along the sequence": Case(
+    "tp along the sequence": ShardedCase(
         model=QWEN3, num_ranks=2, parallel=ParallelSpec(tp=2, sequence_parallel=True), lengths=(7, 13)
     ),
-    "tp, experts": Case(model="qwen3_moe", num_ranks=2, parallel=ParallelSpec(tp=2)),
-    "tp, experts by rows": Case(model="llama4_text", num_ranks=2, parallel=ParallelSpec(tp=2), lengths=(6, 4)),
-    "tp, gathered outputs": Case(model="gpt2", num_ranks=2, parallel=ParallelSpec(tp=2), config=WITHOUT_DROPOUT),
-    "tp, padding's token on the second rank": Case(
+    "tp, experts": ShardedCase(model="qwen3_moe", num_ranks=2, parallel=ParallelSpec(tp=2)),
+    "tp, experts by rows": ShardedCase(model="llama4_text", num_ranks=2, parallel=ParallelSpec(tp=2), lengths=(6, 4)),
+    "tp, gathered outputs": ShardedCase(model="gpt2", num_ranks=2, parallel=ParallelSpec(tp=2), config=WITHOUT_DROPOUT),
+    "tp, padding's token on the second rank": ShardedCase(
         model=LLAMA, num_ranks=2, parallel=ParallelSpec(tp=2), config={"pad_token_id": 200}
     ),
-    "tp, latent attention": Case(model="deepseek_v3", num_ranks=2, parallel=ParallelSpec(tp=2)),
-    "ring, biases": Case(model=TIED, num_ranks=3, parallel=ParallelSpec(ring=3)),
-    "ring, a window": Case(
+    "tp, latent attention": ShardedCase(model="deepseek_v3", num_ranks=2, parallel=ParallelSpec(tp=2)),
+    "ring, biases": ShardedCase(model=TIED, num_ranks=3, parallel=ParallelSpec(ring=3)),
+    "ring, a window": ShardedCase(
         model=GEMMA3,
         num_ranks=2,
         parallel=ParallelSpec(ring=2, ring_head_stride=1),
         lengths=(3, 25, 4),
         head=replace(CHUNKS, steps=CAP),
     ),
-    "ring, zigzag": Case(model=QWEN3, num_ranks=3, parallel=ParallelSpec(ring=3), lengths=(17,)),
-    "ring beside tp": Case(model=TIED, num_ranks=4, parallel=ParallelSpec(tp=2, ring=2), num_passes=2),
-    "data ranks alone": Case(model=TIED, num_ranks=3, num_passes=2),
-    "ddp": Case(model=TIED, num_ranks=3, backend="ddp", num_passes=2, packing=False),
+    "ring, zigzag": ShardedCase(model=QWEN3, num_ranks=3, parallel=ParallelSpec(ring=3), lengths=(17,)),
+    "ring beside tp": ShardedCase(model=TIED, num_ranks=4, parallel=ParallelSpec(tp=2, ring=2), num_passes=2),
+    "data ranks alone": ShardedCase(model=TIED, num_ranks=3, num_passes=2),
+    "ddp": ShardedCase(model=TIED, num_ranks=3, backend="ddp", num_passes=2, packing=False),
 }
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_every_rank_has_the_numbers_of_the_whole_model(name: str) -> None:
     case = CASES[name]
-    config = case.make_config()
-    # It keeps the vectors that the reference was filled with: threads would disturb each other where they make them.
-    source = ModelSource(name="tiny", config=config, weights=make_random_weights(config, 0))
+    source = case.make_source()
     expected = compute_reference(case, source)
     answers = run_with_groups(
         lambda world: (world.data_rank, run_actor(case, source, world)), case.num_ranks, case.parallel
