@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend
-from transformers import AttentionInterface, GPT2Config, LlamaConfig, MistralConfig, PretrainedConfig
+from transformers import AttentionInterface, GPT2Config, LlamaConfig, MistralConfig, PretrainedConfig, Qwen2Config
 
 from actor_init.attention import cudnn, kernel_choice, kernels
 from actor_init.attention.cudnn import cudnn_dense, cudnn_packed, cudnn_padded, refuse_padding_between_tokens
@@ -387,6 +387,11 @@ def test_a_ring_takes_cudnn_for_long_documents_where_it_may_choose(
         (LlamaConfig(head_dim=256), "packed_fa2"),
         (MistralConfig(sliding_window=64), "packed_fa2"),
         (GPT2Config(attn_pdrop=0.1), "packed_fa2"),
+        # A window that is never used, and one of a single layer.
+        (Qwen2Config(sliding_window=64, use_sliding_window=False), "packed_fa2_or_cudnn"),
+        (Qwen2Config(num_hidden_layers=2, layer_types=["full_attention"] * 2), "packed_fa2_or_cudnn"),
+        (Qwen2Config(num_hidden_layers=2, layer_types=["full_attention", "sliding_attention"]), "packed_fa2"),
+        (LlamaConfig(head_dim=128), "packed_fa2_or_cudnn"),
     ],
 )
 def test_auto_takes_what_knows_all_that_the_model_needs(config: PretrainedConfig, kernel: str) -> None:

@@ -167,6 +167,13 @@ def test_what_the_ring_cannot_do_is_refused() -> None:
     check_head_stride(config, ParallelSpec(ring=2, ring_head_stride=4))
     with pytest.raises(UsageError, match="with one of 1, 2, 4"):
         check_head_stride(config, ParallelSpec(ring=2, ring_head_stride=3))
+    # With tp a rank has half of the heads.
+    check_head_stride(config, ParallelSpec(ring=2, tp=2, ring_head_stride=2))
+    with pytest.raises(UsageError, match=r"the 2 key-value heads of a rank\. Try: ring_head_stride with one of 1, 2$"):
+        check_head_stride(config, ParallelSpec(ring=2, tp=2, ring_head_stride=4))
+    # Of a model that has no number of key-value heads, each query head has its own.
+    with pytest.raises(UsageError, match="with one of 1, 2, 3, 4, 6, 12"):
+        check_head_stride(AutoConfig.for_model("gpt2"), ParallelSpec(ring=2, ring_head_stride=8))
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])

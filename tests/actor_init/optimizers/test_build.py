@@ -214,6 +214,11 @@ def build(named_parameters, settings):
 def build_adamw(named_parameters, settings):
     return torch.optim.AdamW(named_parameters, lr=settings["lr"], betas=(0.5, settings["beta2"]))
 
+def remember(named_parameters, settings):
+    optimizer = torch.optim.SGD([parameter for _, parameter in named_parameters], lr=1.0)
+    optimizer.given = settings
+    return optimizer
+
 def forget(named_parameters, settings):
     return torch.optim.SGD([named_parameters[0][1]], lr=1.0)
 
@@ -236,6 +241,24 @@ def test_a_function_of_the_user_makes_the_optimizer(user_file: Path) -> None:
     optimizer = make_optimizer(make_spec(f"{user_file}:build"), list_named_parameters(SmallModel()))
     assert isinstance(optimizer, torch.optim.RMSprop)
     assert optimizer.param_groups[0]["lr"] == RATE
+
+
+def test_a_function_of_the_user_is_given_what_the_first_group_of_the_job_has_and_else_what_is_typed(
+    user_file: Path,
+) -> None:
+    """What is typed is in the groups of the job already, where they have such a setting."""
+    named = list_named_parameters(SmallModel())
+    names = frozenset(name for name, _ in named)
+    groups = [
+        ParameterGroup(family="", settings={"lr": 0.5, "betas": (0.7, 0.8), "eps": None}, names=names),
+        ParameterGroup(family="", settings={"lr": 0.25, "betas": (0.1, 0.2)}, names=frozenset()),
+    ]
+    spec = ActorSpec(backend="ddp", optimizer=f"{user_file}:remember", learning_rate=0.1, beta2=0.9, weight_decay=0.3)
+    typed = {"lr": 0.1, "beta2": 0.9, "weight_decay": 0.3}
+    optimizer: Any = make_optimizer(spec, named)
+    assert optimizer.given == typed
+    optimizer = make_optimizer(spec, named, groups=groups)
+    assert optimizer.given == {**typed, "lr": 0.5, "beta1": 0.7, "beta2": 0.8, "eps": None}
 
 
 def test_the_optimizer_of_the_users_function_follows_the_groups_and_the_steps_of_the_job(user_file: Path) -> None:

@@ -124,6 +124,17 @@ def test_the_state_of_bitsandbytes_in_32_bits_is_that_of_adamw() -> None:
     assert set(assigned.by_name["head.weight"]) == {"exp_avg", "exp_avg_sq", "step"}
 
 
+def test_the_state_of_bitsandbytes_in_8_bits_keeps_its_names() -> None:
+    blocks = {name: torch.ones(1) for name in ("absmax1", "absmax2", "qmap1", "qmap2")}
+    codes = torch.ones(9, 4, dtype=torch.uint8)
+    kept = {"state1": codes, "state2": codes, "step": 3, **blocks}
+    spec = ActorSpec(backend="ddp", optimizer="adamw-8bit")
+    assigned = assign_state(OptimizerState(path=Path("x"), by_name={"head.weight": kept}), PARAMETERS, spec)
+    assert assigned.by_name["head.weight"] == kept
+    with pytest.raises(UsageError, match="keeps exp_avg and exp_avg_sq"):
+        assign_state(OptimizerState(path=Path("x"), by_name={"head.weight": kept}), PARAMETERS, SPEC)
+
+
 @pytest.mark.slow
 def test_in_shards_of_two_ranks_a_state_goes_on_as_it_would_have(tmp_path: Path) -> None:
     words = ["adamw", "adafactor", "transformers-adafactor", "muon"]

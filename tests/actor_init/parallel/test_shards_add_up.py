@@ -5,6 +5,7 @@ The slow tests beside this file replay with processes, under DeepSpeed too.
 
 from copy import deepcopy
 from dataclasses import dataclass, replace
+from functools import partial
 
 import pytest
 import torch
@@ -170,3 +171,29 @@ def test_every_rank_has_the_numbers_of_the_whole_model(name: str) -> None:
             # A weight's own rounding, and the gradient's error.
             bound = 1e-6 * reference.weights[name].norm() + GRADIENT_BOUND * RATE * LIMIT_OF_NORM
             assert step.norm() <= bound, name
+
+
+@pytest.mark.parametrize("backend", ["ddp", "fsdp2"])
+def test_a_window_that_lost_passes_averages_over_the_ranks_as_before(backend: str) -> None:
+    """Passes are lost one after the other, and one of them is taken back."""
+    one_pass, three_passes = (
+        ShardedCase(model=LLAMA, num_ranks=2, backend=backend, num_passes=number) for number in (1, 3)
+    )
+    source = one_pass.make_source()
+    compute_reference(one_pass, source)
+
+    def run_last_pass(case: ShardedCase, world: World) -> dict[str, Tensor]:
+        actor = case.open_actor(source, world)
+        for number in (1, 1, -1, 1) if case is three_passes else ():
+            actor.skip_passes(number)
+        actor.backward(compute_loss(actor.forward(next(case.make_inputs(source, world)), train_mode=True), None))
+        return {name: gradient.clone() for name, gradient in actor.gradients()}
+
+    whole, lost = (
+        run_with_groups(partial(run_last_pass, case), case.num_ranks, case.parallel)
+        for case in (one_pass, three_passes)
+    )
+    for gradients, expected in zip(lost, whole, strict=True):
+        for name, gradient in gradients.items():
+            # A loss is divided by the passes of the window, those that were lost too.
+            torch.testing.assert_close(3 * gradient, expected[name], rtol=1e-5, atol=1e-6)
