@@ -29,7 +29,9 @@ def test_a_part_that_this_model_lacks_is_named_and_left_out() -> None:
         ("model.encoder", "model.encoder"),
         ("actor.model.encoder", "model.encoder"),
         ("encoder", "model.encoder"),
+        # Two parts have this name, and none that one.
         ("dropout", None),
+        ("decoder", None),
         ("layers.0.dropout", "model.layers.0.dropout"),
     ],
 )

@@ -321,9 +321,10 @@ def change_llama(monkeypatch: pytest.MonkeyPatch, change: Callable[[Tensor], Ten
     [
         (lambda logits: logits.flip(-1), "the model does flip with its head's logits"),
         (lambda logits: logits * torch.arange(logits.shape[-1]), "the model does mul with its head's logits"),
+        (lambda logits: logits.clamp_(-0.5, 0.5), "the model does clamp_ with its head's logits"),
         (lambda logits: torch.where(logits > 0, logits, 0.0), "the model does gt, where with its head's logits"),
     ],
-    ids=["flip", "by column", "where"],
+    ids=["flip", "by column", "in place", "where"],
 )
 def test_a_model_that_does_more_keeps_whole_logits_and_says_so(
     monkeypatch: pytest.MonkeyPatch, change: Callable[[Tensor], Tensor], why: str

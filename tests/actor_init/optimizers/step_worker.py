@@ -3,6 +3,7 @@
 import json
 import sys
 from collections.abc import Mapping
+from threading import Lock
 from typing import Any
 
 import torch
@@ -17,6 +18,8 @@ from actor_init.optimizers.build import list_named_parameters, make_optimizer
 from actor_init.spec import ActorSpec
 
 NUM_STEPS = 3
+# Ranks may be threads, which share torch's generator.
+SEEDING = Lock()
 
 
 class SmallModel(nn.Module):
@@ -56,8 +59,9 @@ def take_steps(model: nn.Module, optimizers: Any, num_steps: int = NUM_STEPS) ->
 
 
 def step_with(spec: ActorSpec, *, mesh: Any = None) -> Mapping[str, Tensor]:
-    torch.manual_seed(0)
-    model = SmallModel()
+    with SEEDING:
+        torch.manual_seed(0)
+        model = SmallModel()
     if mesh is not None:
         fully_shard(model.wide, mesh=mesh)
         fully_shard(model, mesh=mesh)

@@ -18,9 +18,10 @@ from actor_init.declarations.optimizers.declaration import ParameterGroup
 from actor_init.optimizers.build import find_outer_parameters, list_named_parameters, make_optimizer
 from actor_init.optimizers.combined import CombinedOptimizer
 from actor_init.schedule_and_norm import StepSettings
-from actor_init.spec import ActorSpec, UsageError
+from actor_init.spec import ActorSpec, ParallelSpec, UsageError
 from tests.actor_init.optimizers.step_worker import OUTER, SmallModel, step_with, take_steps
 from tests.helpers.ranks import run_ranks
+from tests.helpers.thread_ranks import run_with_groups
 
 RATE = 1e-2
 
@@ -142,6 +143,19 @@ def test_a_job_that_stepped_with_the_fused_kernel_is_followed_with_it(is_fused: 
     found = take_steps(model, [make_optimizer(make_spec("adamw"), named, groups=[group])])
     # The same kernel on the same numbers: not one bit may differ. The other one differs in the last bits.
     assert all(torch.equal(found[name], weight) for name, weight in expected.items()) or torch.cuda.is_available()
+
+
+@pytest.mark.parametrize("word", WORDS)
+def test_in_uneven_shards_of_threads_each_family_steps_as_on_whole_parameters(word: str) -> None:
+    """Three steps: the second is the first that goes on from a state."""
+    settings: Any = {"weight_decay": 0.1} | ({"momentum": 0.9} if word == "sgd" else {})
+    spec = ActorSpec(backend="fsdp2", optimizer=word, learning_rate=1e-2, **settings)
+    whole = step_with(spec)
+    ranks = run_with_groups(lambda world: step_with(spec, mesh=world.weights_mesh["shard"]), 3, ParallelSpec())
+    for sharded in ranks:
+        for name, weight in whole.items():
+            # As with processes, below. SGD makes weights of some thousands of them.
+            assert float((sharded[name] - weight).abs().max()) < 1e-6 * max(1.0, float(weight.abs().max())), name
 
 
 @pytest.mark.slow
