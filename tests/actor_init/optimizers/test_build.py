@@ -149,13 +149,15 @@ def test_a_job_that_stepped_with_the_fused_kernel_is_followed_with_it(is_fused: 
 def test_in_uneven_shards_of_threads_each_family_steps_as_on_whole_parameters(word: str) -> None:
     """Three steps: the second is the first that goes on from a state."""
     settings: Any = {"weight_decay": 0.1} | ({"momentum": 0.9} if word == "sgd" else {})
-    spec = ActorSpec(backend="fsdp2", optimizer=word, learning_rate=1e-2, **settings)
+    # The gradients are large, and SGD's steps are as large as they.
+    rate = 1e-5 if word == "sgd" else 1e-2
+    spec = ActorSpec(backend="fsdp2", optimizer=word, learning_rate=rate, **settings)
     whole = step_with(spec)
     ranks = run_with_groups(lambda world: step_with(spec, mesh=world.weights_mesh["shard"]), 3, ParallelSpec())
     for sharded in ranks:
         for name, weight in whole.items():
-            # As with processes, below. SGD makes weights of some thousands of them.
-            assert float((sharded[name] - weight).abs().max()) < 1e-6 * max(1.0, float(weight.abs().max())), name
+            # As with processes, below.
+            assert float((sharded[name] - weight).abs().max()) < 1e-6, name
 
 
 @pytest.mark.slow
