@@ -14,11 +14,12 @@ from transformers import (
     Mamba2Config,
     PretrainedConfig,
     PreTrainedModel,
+    Qwen2Config,
     T5Config,
 )
 
 from actor_init.model import ModelSource, configure_model, find_model
-from actor_init.model_config import parse_config
+from actor_init.model_config import cut_layers, parse_config
 from actor_init.spec import ActorSpec, UsageError
 from actor_init.weights import RandomWeights
 
@@ -30,6 +31,19 @@ def test_what_is_no_causal_lm_is_refused_in_a_line(kind: type[PretrainedConfig],
         find_model(ActorSpec(model=str(tmp_path)), None, "")
     assert len(str(refusal.value)) < 300 + len(str(tmp_path))
     assert "\n" not in str(refusal.value)
+
+
+def test_the_first_layers_keep_their_own_kinds() -> None:
+    kinds = ["sliding_attention", "full_attention", "full_attention"]
+
+    def cut(num_layers: int | None) -> PretrainedConfig:
+        return cut_layers(Qwen2Config(num_hidden_layers=3, layer_types=kinds), num_layers)
+
+    for num_layers in (1, 2, 3):
+        assert (cut(num_layers).num_hidden_layers, cut(num_layers).layer_types) == (num_layers, kinds[:num_layers])
+    assert (cut(None).num_hidden_layers, cut(None).layer_types) == (3, kinds)
+    with pytest.raises(UsageError, match=r"num_layers=4, but the model has 3\. Allowed: 1 to 3"):
+        cut(4)
 
 
 def test_an_unknown_type_is_refused_with_the_release() -> None:

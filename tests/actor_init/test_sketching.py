@@ -54,3 +54,11 @@ def test_a_parameter_has_a_row_for_each_index_of_its_shorter_dims() -> None:
     assert sketch_parameter(random(10, 4)).shape == (4, NUM_SIGNS)
     assert sketch_parameter(random(10)).shape == (1, NUM_SIGNS)
     assert sketch_parameter(random(3, 10, 4)).shape == (12, NUM_SIGNS)
+
+
+def test_the_longest_dimension_of_a_parameter_is_projected() -> None:
+    for shape, longest in (((3, 50), 1), ((50, 3), 0), ((2, 40, 3), 1), ((7,), 0)):
+        values = random(*shape)
+        sketched_TK = sketch_parameter(values)
+        assert sketched_TK.shape == (values.numel() // max(shape), NUM_SIGNS)
+        assert torch.equal(sketched_TK, sketch(values.movedim(longest, -1).reshape(-1, max(shape))))

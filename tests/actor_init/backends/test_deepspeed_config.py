@@ -9,7 +9,7 @@ import pytest
 
 from actor_init.declarations.backends import deepspeed_config, find_obstacle
 from actor_init.declarations.backends.deepspeed_config import build_config
-from actor_init.spec import ActorSpec, UsageError
+from actor_init.spec import ActorSpec, ParallelSpec, UsageError
 from replay.agreement.plan import MatrixContext, Role, plan_matrix
 from replay.options.option_parsing import format_error_with_flags
 from replay.runlog.reader import PastRun
@@ -65,6 +65,10 @@ def test_an_offloaded_optimizer_is_torch_s(tmp_path: Path) -> None:
         ({"train_batch_size": 8}, "a pass is one micro-batch as it was captured"),
         ({"optimizer": {"type": "AdamW"}}, "which --optimizer and --learning-rate choose. Leave it out"),
         ({"zero_optimization": 3}, "it is a section with keys of its own. Give an object"),
+        (
+            {"compile": {"deepcompile": True}},
+            "compile.deepcompile is true; here it is false, which --compile deepcompile says|which --deepcompile says",
+        ),
         ([], "holds a list. Give a JSON file"),
         ("{", "cannot be read: .* Give a JSON file"),
     ],
@@ -73,6 +77,19 @@ def test_what_contradicts_an_option_is_refused_with_what_to_type(tmp_path: Path,
     with pytest.raises(UsageError) as refusal:
         build_config(ActorSpec(deepspeed_config=write_config(tmp_path, config)).with_defaults())
     assert re.search(says, format_error_with_flags(refusal.value))
+
+
+def test_a_part_of_what_an_option_decides_is_that_option_s(tmp_path: Path) -> None:
+    """AutoTP's section has two keys, and both are those of --tp."""
+    parallel = ParallelSpec(tp=2)
+    for key, value in (("autotp_size", 4), ("vocab_parallel_lm_head", True)):
+        path = write_config(tmp_path, {"tensor_parallel": {key: value}})
+        with pytest.raises(UsageError) as refusal:
+            build_config(ActorSpec(deepspeed_config=path, parallel=parallel).with_defaults())
+        assert f"tensor_parallel.{key} is" in format_error_with_flags(refusal.value)
+        assert "which --tp says" in format_error_with_flags(refusal.value)
+    path = write_config(tmp_path, {"tensor_parallel": {"autotp_size": 2}})
+    assert build_config(ActorSpec(deepspeed_config=path, parallel=parallel))["tensor_parallel"]["autotp_size"] == 2
 
 
 def test_other_backends_have_no_such_file() -> None:

@@ -287,6 +287,71 @@ def test_a_checkpoint_that_cannot_be_read_is_one_line(
     assert "\n" not in str(refusal.value)
 
 
+def test_numbers_beside_the_tensors_of_a_checkpoint_are_no_section_of_it(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    original = odd.Tiny()
+    others = {"model": {}, "iter_num": 3}
+    torch.save({**original.state_dict(), **others}, tmp_path / "flat.pt")
+    model = build_model(open_source("Tiny", weights=tmp_path / "flat.pt"))
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), original.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("kept", ["embedding", "head"])
+def test_a_tied_weight_may_have_either_of_its_names_in_a_checkpoint(kept: str, tmp_path: Path) -> None:
+    """safetensors keeps one of them."""
+    file = tmp_path / "mine.py"
+    file.write_text(PADDED_VOCABULARY)
+    original: Any = UserFunction.open(file, "tied").build(None)
+    with torch.no_grad():
+        original.head.weight.normal_()
+    weights = {name: values for name, values in original.state_dict().items() if name != f"{other_of(kept)}.weight"}
+    save_file({name: values.clone() for name, values in weights.items()}, tmp_path / "model.safetensors")
+    source = find_model(ActorSpec(model=f"{file}:tied", weights=tmp_path / "model.safetensors"), None, "captured")
+    model = build_model(source)
+    assert model.head.weight is model.embedding.weight
+    assert torch.equal(model.head.weight, original.head.weight)
+
+
+def other_of(kept: str) -> str:
+    return {"embedding": "head", "head": "embedding"}[kept]
+
+
+PADDED_VOCABULARY = """
+from torch import nn
+
+class Model(nn.Module):
+    def __init__(self, in_embedding, in_head):
+        super().__init__()
+        self.positions = nn.Embedding(50, 8)
+        self.embedding = nn.Embedding(in_embedding, 8)
+        self.layers = nn.ModuleList([nn.Linear(8, 8)])
+        self.head = nn.Linear(8, in_head)
+
+    def forward(self, ids):
+        return self.head(self.layers[0](self.embedding(ids)))
+
+def wide_embedding():
+    return Model(40, 30)
+
+def wide_head():
+    return Model(30, 40)
+
+def tied():
+    model = Model(30, 30)
+    model.head.weight = model.embedding.weight
+    return model
+"""
+
+
+@pytest.mark.parametrize("function", ["wide_embedding", "wide_head"])
+def test_the_vocabulary_is_of_ids_that_can_be_looked_up_and_predicted(function: str, tmp_path: Path) -> None:
+    """Either may be padded to a round number. A table of positions, which is larger here, is none of ids."""
+    file = tmp_path / "mine.py"
+    file.write_text(PADDED_VOCABULARY)
+    config = find_model(ActorSpec(model=f"{file}:{function}", random_weights=True), None, "captured").config
+    assert (config.vocab_size, config.hidden_size) == (30, 8)
+
+
 def test_another_model_s_checkpoint_is_refused(tmp_path: Path) -> None:
     save_file({"embedding.weight": torch.zeros(64, 9)}, tmp_path / "wide.safetensors")
     with pytest.raises(UsageError, match=r"embedding.weight has shape \[64, 9\], and the model's is \[64, 8\]"):

@@ -20,6 +20,7 @@ from actor_init.action_log_probs import action_log_probs
 from actor_init.adapters import Adapter
 from actor_init.head.chunks import LogProbRequest, choose_chunk_size, compute_log_probs
 from actor_init.head.liger_head import compute_liger_log_probs
+from actor_init.inputs.documents import KeptLogits
 from actor_init.inputs.packing import prepare_inputs
 from actor_init.model import ModelSource, make_random_weights
 from actor_init.model_form import HeadForm, LogitStep
@@ -346,6 +347,30 @@ def test_a_model_that_differs_from_its_small_copy_is_refused() -> None:
     with pytest.raises(UsageError, match=r"does something else .* Try: head='whole'"):
         action_log_probs(model, inputs)
     assert "forward" not in vars(model.get_output_embeddings())
+
+
+@pytest.mark.parametrize("has_uniform_gradient", [False, True])
+def test_a_loss_of_entropies_has_its_gradient_though_that_of_the_log_probs_is_uniform(
+    has_uniform_gradient: bool,
+) -> None:
+    """Forward could compute a uniform gradient of log-probs ahead, and none of entropies."""
+    model = build_small_model(make_config("llama", vocab_size=128), "eager", 0, CPU)
+    inputs = prepare_inputs(make_one_document(), packing=False)
+
+    def compute_gradients(head: HeadForm) -> tuple[Tensor, ...]:
+        kept = KeptLogits()
+        log_probs_BA = action_log_probs(
+            model, replace(inputs, head=head, kept_logits=kept, has_uniform_gradient=has_uniform_gradient)
+        )
+        loss = log_probs_BA.sum() + kept.compute_entropies().square().sum()
+        return torch.autograd.grad(loss, list(model.parameters()))
+
+    whole, chunked = (
+        compute_gradients(head) for head in (HeadForm(kind=Head.WHOLE), HeadForm(chunk_bytes=7 * 128 * 4))
+    )
+    for gradient, expected in zip(chunked, whole, strict=True):
+        # fp32 sums in another order.
+        assert float((gradient - expected).norm() / expected.norm()) < 1e-4
 
 
 def make_adapter(module: str) -> Adapter:

@@ -145,6 +145,23 @@ def test_a_job_that_stepped_with_the_fused_kernel_is_followed_with_it(is_fused: 
     assert all(torch.equal(found[name], weight) for name, weight in expected.items()) or torch.cuda.is_available()
 
 
+def test_members_of_a_combined_optimizer_step_on_their_own_groups_however_many_each_has() -> None:
+    rates = (0.1, 0.2, 0.4)
+    values = [torch.nn.Parameter(torch.ones(1)) for _ in rates]
+    groups = [{"params": [value], "lr": rate} for value, rate in zip(values, rates, strict=True)]
+    optimizer = CombinedOptimizer([torch.optim.SGD(groups[:2]), torch.optim.SGD(groups[2:], maximize=True)])
+    for value in values:
+        value.grad = torch.ones(1)
+    optimizer.step()
+    assert [float(value) for value in values] == pytest.approx([0.9, 0.8, 1.4])
+    # A schedule sets the rates of the groups that the members step with, also after a state was loaded.
+    optimizer.load_state_dict(optimizer.state_dict())
+    for group in optimizer.param_groups:
+        group["lr"] = 1.0
+    optimizer.step()
+    assert [float(value) for value in values] == pytest.approx([-0.1, -0.2, 2.4])
+
+
 @pytest.mark.parametrize("word", WORDS)
 def test_in_uneven_shards_of_threads_each_family_steps_as_on_whole_parameters(word: str) -> None:
     """Three steps: the second is the first that goes on from a state."""
