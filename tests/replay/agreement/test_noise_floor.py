@@ -2,6 +2,7 @@
 
 import math
 import random
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from replay.agreement.noise_floor import (
     measure_noise,
     measure_parity_distances,
 )
-from replay.comparison.differences import compare
+from replay.comparison.differences import ComparedPoint, Differences, Quantity, compare
 from replay.runlog.reader import PastRun
 from replay.tolerances.difference import estimate_chance_beyond, estimate_rounding_ceiling
 from tests.helpers.made_logs import passed, write_log
@@ -128,6 +129,27 @@ def test_a_row_of_one_sure_token_is_measured_by_what_the_others_are(tmp_path: Pa
     found = measure_parity_distances(compare(*map(PastRun.read, logs)))
     assert found["log-probs"].value == pytest.approx(1e-6 / 15)  # and not 1, though it doubled
     assert found["log-probs"].num_points == 2
+
+
+def test_a_floor_is_of_as_many_numbers_as_its_points_stand_for() -> None:
+    """A pass has one point for its tokens, the farthest of them. More numbers make a bound smaller."""
+    points = [
+        ComparedPoint(source=f"{number}.pkl", place=number, reference=1.0, other=1.0, apart=1e-5, num_values=100)
+        for number in range(3)
+    ]
+    quantity = Quantity.summarize("token log-probs", points)
+    differences = Differences(
+        num_matched=3, num_only_in_reference=0, num_only_in_other=0, results=[quantity], costs=[], notes=[]
+    )
+    found = measure_parity_distances(differences)["token log-probs"]
+    assert found.num_points == 300
+    assert found.value == pytest.approx(1e-5)
+    bound, of_three = (
+        measure_noise(Dtype.BF16, "token log-probs", {"kernel": point}, 1e-2).bound
+        for point in (found, replace(found, num_points=3))
+    )
+    assert bound == pytest.approx(4e-5)
+    assert of_three > 10 * bound
 
 
 def test_no_number_where_there_was_one_is_infinitely_far(tmp_path: Path) -> None:
