@@ -123,6 +123,22 @@ def test_parts_of_ranks_make_a_whole() -> None:
     assert 0 < missing.num_values < 64
 
 
+def test_a_kind_of_which_one_parameters_norm_is_not_known_has_none() -> None:
+    """The second of two ranks signed nothing; the first has one parameter whole, and its half of each other one."""
+    gradients = draw_gradients()
+    whole, *sharded = NAMES
+    signed = [sign(whole, gradients[whole]), *(sign(name, gradients[name], 0, 600) for name in sharded)]
+    evidence = compare([signed, []], gradients)
+    kind, together = evidence.kinds["model.layers.*.q_proj.weight"], evidence.whole
+    assert evidence.parameters[whole].ratio == pytest.approx(1.0)
+    assert together is not None
+    assert (kind.job_norm, together.job_norm) == (None, None)
+    assert kind.replay_norm == pytest.approx(math.hypot(*gradients[NAMES[0]], *gradients[NAMES[2]]))
+    # What the elements tell is told all the same.
+    assert kind.cosine == pytest.approx(1.0)
+    assert kind.difference == 0.0
+
+
 def test_ranks_that_have_whole_gradients_are_shown_one_by_one() -> None:
     gradients = draw_gradients()
     own = {name: [3 * value for value in values] for name, values in gradients.items()}
