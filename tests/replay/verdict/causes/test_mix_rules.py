@@ -48,6 +48,105 @@ def make_mix_evidence(shares: Sequence[float], *, clips_early: bool = False, dty
     return replace(make_gradient_evidence(window), single_pass_gradients=own)
 
 
+def make_evidence_of_ranks(
+    shares: Sequence[Sequence[float]], *, num_passes: int = 1, max_norm: float | None = None
+) -> CauseEvidence:
+    """Evidence of a step of as many ranks as `shares` has rows, each of which has so many times of each pass' gradient.
+
+    The passes are those of the first forward of each rank, then those of the second one.
+    """
+    num_ranks = len(shares)
+    total = num_ranks * num_passes
+    parts = [draw_gradients(seed) for seed in range(total)]
+    job = [
+        {
+            name: [
+                sum(share * part[name][place] for share, part in zip(own, parts, strict=True)) / total
+                for place in range(len(parts[0][name]))
+            ]
+            for name in NAMES
+        }
+        for own in shares
+    ]
+    window = []
+    for index in range(num_passes):
+        for compared in make_window(job, parts[0], index=index):
+            step = compared.recorded.step_after
+            assert step is not None
+            step = replace(
+                step, passes=tuple(range(num_passes)), shares=(1.0,) * num_passes, max_norm=max_norm, number=1
+            )
+            recorded = replace(
+                compared.recorded, num_steps_before=1, step_after=step if index == num_passes - 1 else None
+            )
+            window.append(replace(compared, recorded=recorded))
+    own_gradients = [
+        SinglePassGradient(
+            index=number // num_ranks,
+            data_rank=number % num_ranks,
+            rank=number % num_ranks,
+            forward=number // num_ranks,
+            weight=1 / total,
+            gradient=sample_replay(part),
+        )
+        for number, part in enumerate(parts)
+    ]
+    return replace(make_gradient_evidence(window), single_pass_gradients=own_gradients)
+
+
+IDENTITY = [[2.0, 0.0], [0.0, 2.0]]  # each rank steps with its own gradient
+
+
+@pytest.mark.parametrize(
+    ("shares", "num_passes", "name", "sentence"),
+    [
+        (IDENTITY, 1, CauseName.NOT_REDUCED, "the ranks' gradients are not averaged, since the job's step 2: what rank "
+         "0 steps with is the gradient of its own passes alone"),
+        ([[2.0, 0.0, 2.0, 0.0], [0.0, 2.0, 0.0, 2.0]], 2, CauseName.NOT_REDUCED, "the ranks' gradients are not "),
+        # Both ranks step with the gradient of the second rank alone.
+        ([[0.0, 1.0]] * 2, 1, CauseName.NOT_REDUCED, "the gradient of rank 0 is not in the step's gradient, since "),
+        ([[1.0, 0.0, 1.0, 0.0]] * 2, 2, CauseName.NOT_REDUCED, "the gradient of rank 1 is not in the step's gradient"),
+        # One pass of one rank is left out, or the first pass of each.
+        ([[0.0, 1.0, 1.0, 1.0]] * 2, 2, CauseName.WINDOW_WEIGHTS, "forward 0 of rank 0 has no part in the step's "),
+        ([[0.0, 0.0, 1.0, 1.0]] * 2, 2, CauseName.WINDOW_WEIGHTS, "of a step's 2 passes on each rank the last alone "),
+        ([[1.0, 1.0, 0.0, 0.0]] * 2, 2, CauseName.WINDOW_WEIGHTS, "forward 1 of rank 0, forward 1 of rank 1 have no "),
+        ([[2.0, 2.0]] * 2, 1, CauseName.SUMMED, "the gradients of 2 ranks are added up and not averaged, since the "),
+        ([[3.0, 3.0, 3.0]] * 3, 1, CauseName.SUMMED, "the gradients of 3 ranks are added up and not averaged"),
+        # A factor that is not the number of ranks comes of something else.
+        ([[3.0, 3.0]] * 2, 1, None, ""),
+    ],
+)  # fmt: skip
+def test_what_is_missing_is_told_of_passes_and_of_ranks(
+    shares: Sequence[Sequence[float]], num_passes: int, name: CauseName | None, sentence: str
+) -> None:
+    cause = find_other_mix(make_evidence_of_ranks(shares, num_passes=num_passes))
+    if name is None:
+        assert cause is None
+        return
+    assert cause is not None
+    assert cause.name is name
+    assert cause.sentence.startswith(sentence), cause.sentence
+    assert cause.sureness is (Sureness.PROBABLY if name is CauseName.SUMMED else Sureness.IS)
+
+
+@pytest.mark.parametrize(
+    ("shares", "max_norm", "sureness"),
+    [
+        (IDENTITY, None, Sureness.IS),
+        # A clipping comes before the average that the ranks may make, and no weights tell.
+        (IDENTITY, 1.0, Sureness.PROBABLY),
+        # Where all ranks have the same, whoever averages behind it changes nothing.
+        ([[0.0, 1.0]] * 2, 1.0, Sureness.IS),
+    ],
+)
+def test_ranks_that_clip_may_average_later(
+    shares: Sequence[Sequence[float]], max_norm: float | None, sureness: Sureness
+) -> None:
+    cause = find_other_mix(make_evidence_of_ranks(shares, max_norm=max_norm))
+    assert cause is not None
+    assert (cause.name, cause.sureness) == (CauseName.NOT_REDUCED, sureness)
+
+
 def find_cause(shares: Sequence[float], *, clips_early: bool = False, dtype: str = "float32") -> Cause | None:
     return find_other_mix(make_mix_evidence(shares, clips_early=clips_early, dtype=dtype))
 
