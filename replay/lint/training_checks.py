@@ -179,7 +179,9 @@ def _check_norms(subject: LintSubject) -> Iterator[LintRemark]:
     }
     if differing:
         number, norms = next(iter(differing.items()))
-        rank_norms = ", ".join(f"{norm:.4g} on rank {rank}" for rank, norm in sorted(norms.items())[:_MAX_NAMED])
+        # Of more ranks than can be named those that are farthest apart tell the most.
+        ranks = norms if len(norms) <= _MAX_NAMED else {find(norms, key=norms.__getitem__) for find in (min, max)}
+        rank_norms = ", ".join(f"{norms[rank]:.4g} on rank {rank}" for rank in sorted(ranks))
         yield LintRemark(
             topic="ranks",
             text=f"each rank had a gradient norm of its own in {len(differing)} of {pluralise(len(by_step), 'step')}, "
