@@ -2,11 +2,14 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
+
+import pytest
 
 from replay.verdict.findings import Finding, FindingStatus, judge_number
 from replay.verdict.outcomes import Coverage, Outcome, PassVerdict, Verdict
 from replay.verdict.recorded_pass import DifferingElement, WeightComparison
-from replay.verdict.text import format_verdict, format_weights
+from replay.verdict.text import format_outcome, format_verdict, format_weights, name_numbers
 
 RANKS = "the job's step took 2 passes of 2 ranks"
 COUNT = "the norm's step was not recorded"
@@ -88,6 +91,65 @@ def test_passes_whose_forward_alone_was_judged_are_counted_beside_those_that_wer
     assert cover(0, 1) == ["0 of 8 passes and 0 of 4 steps judged; of 1 pass the forward alone"]
     assert cover(2, 3) == ["2 of 8 passes and 0 of 4 steps judged; of 3 passes more the forward alone"]
     assert cover(8, 0) == ["8 of 8 passes and 0 of 4 steps judged"]
+
+
+@pytest.mark.parametrize(
+    ("numbers", "text"),
+    [
+        ([], ""),
+        ([3], "pass 3"),
+        ([1, 2], "passes 1 to 2"),
+        ([7, 1, 3, 2], "passes 1 to 3, 7"),
+        # Each data rank has a pass of this number.
+        ([4, 4], "pass 4"),
+        ([2, 1, 2, 1, 4, 4], "passes 1 to 2, 4"),
+    ],
+)
+def test_passes_are_named_by_their_numbers_each_once(numbers: Sequence[int], text: str) -> None:
+    assert name_numbers("pass", numbers) == text
+
+
+@pytest.mark.parametrize(
+    ("coverage", "limit"),
+    [
+        (Coverage(num_passes=8, num_judged=8, num_steps=2, num_steps_judged=2), ""),
+        (Coverage(num_passes=8, num_judged=6, num_steps=2, num_steps_judged=1), " (6 of 8 passes)"),
+        (Coverage(num_passes=8, num_judged=8, num_steps=4, num_steps_judged=3), " (3 of 4 steps)"),
+        (Coverage(num_passes=8, num_forward_judged=8, num_steps=4), " (forwards alone)"),
+        (Coverage(num_passes=8, num_forward_judged=5, num_steps=4), " (the forward of 5 of 8 passes)"),
+        (Coverage(num_passes=8, num_steps=4), " (within wide bounds, 3 of 8 passes)"),
+    ],
+)
+def test_reproduced_is_said_of_what_was_judged(coverage: Coverage, limit: str) -> None:
+    verdict = replace(make_verdict(), coverage=coverage, counts={Outcome.REPRODUCED: 3, Outcome.CANNOT_TELL: 5})
+    assert format_outcome(verdict) == f"REPRODUCED{limit}"
+
+
+def test_where_no_pass_is_reproduced_the_gradients_are() -> None:
+    verdict = replace(make_verdict(), coverage=Coverage(num_passes=8, num_steps=4), counts={Outcome.CANNOT_TELL: 8})
+    assert format_outcome(verdict) == "REPRODUCED (gradients alone)"
+
+
+def open_pass(index: int, reason: str, **changes: Any) -> PassVerdict:
+    verdict = PassVerdict(
+        index=index, source=f"{index}.pkl", rank=0, outcome=Outcome.CANNOT_TELL, reason=reason, findings=[]
+    )
+    return replace(verdict, **changes)
+
+
+def test_open_passes_and_steps_are_told_together_by_their_reason() -> None:
+    passes = [open_pass(0, "a"), open_pass(1, "loss is off by 0.2, but b"), open_pass(2, "loss is off by 0.3, but b")]
+    windows = [open_pass(2, "a", first_index=0, optimizer_step=4), open_pass(4, "a", first_index=3)]
+    verdict = replace(make_verdict(), passes=passes, windows=windows)
+    assert list_lines(verdict, "open") == ["pass 1 and step 5 and the window of passes 4 to 5: a; passes 2 to 3: b"]
+
+
+@pytest.mark.parametrize(("number", "more"), [(3, ""), (4, ""), (5, "; 2 more reasons are in run.json")])
+def test_many_reasons_are_left_to_the_log(number: int, more: str) -> None:
+    """One more than three takes no more place than to say so."""
+    verdict = replace(make_verdict(), passes=[open_pass(index, f"reason {index}") for index in range(number)])
+    told = "; ".join(f"pass {index + 1}: reason {index}" for index in range(3 if more else number))
+    assert list_lines(verdict, "open") == [f"{told}{more}"]
 
 
 def test_weights_of_a_pass_that_was_replayed_last_are_not_said_to_be_of_another_step() -> None:
