@@ -581,6 +581,12 @@ def test_what_differs_in_the_environment_is_listed_beside() -> None:
     verdict = judge_passes(make_recorded(RIGHT, environment=settings), setting=replace(SETTING, environment=here))
     assert verdict.environment == {"torch": ("2.11.0", "2.13.0")}
     assert ("environment differs", "torch 2.13.0 (2.11.0 in the job)") in format_verdict(verdict)
+    # Of several dtypes the coarsest counts; of several values that passes had all are named.
+    mixed = make_recorded(RIGHT, environment=settings, dtypes=["bfloat16", "float32"])
+    other = make_recorded(RIGHT, forward=1, environment={"torch": "2.12.0"}, dtypes=["bfloat16", "float32"])
+    verdict = judge_passes(mixed, other, setting=replace(SETTING, environment=here))
+    assert verdict.environment == {"torch": ("2.11.0, 2.12.0", "2.13.0"), "dtype": ("bfloat16", "float32")}
+    assert verdict.dtypes == ("bfloat16", "float32")
 
 
 def test_a_finding_at_its_bound_agrees() -> None:
@@ -595,3 +601,7 @@ def test_a_replay_that_overflows_in_fp16_accuses_no_job(dtype: str, is_said: boo
     verdict = judge_passes(recorded, setting=replace(SETTING, dtype=dtype), grad_norm=math.inf)
     assert verdict.outcome is Outcome.UNSETTLED
     assert (verdict.reason == "it overflowed here in fp16, at the replay's own loss scale") is is_said
+    # Where the job overflowed, too, the replay does what the job did.
+    both = make_recorded(RIGHT, Claim(name=GRAD_NORM, values=[math.inf]), dtypes=[dtype])
+    passes = [both, replace(both, forward_number=1)]
+    assert judge_passes(*passes, setting=replace(SETTING, dtype=dtype), grad_norm=math.inf).open == []
