@@ -72,6 +72,28 @@ def test_weights_that_stayed_while_others_moved_did_not_come_back() -> None:
     assert find_weights_of_earlier_step(replace(make_forward_evidence(LOSS), passes=passes)) is None
 
 
+def test_weights_come_back_on_a_rank_and_not_from_another_one() -> None:
+    """Rank 1 has before its third step what rank 0 had before its first."""
+    gradients = draw_gradients()
+
+    def find(*versions: tuple[int, int]) -> Cause | None:
+        passes = []
+        for index, of_ranks in enumerate(versions):
+            for version, compared in zip(of_ranks, make_window([gradients] * 2, gradients, index=index), strict=True):
+                samples = [
+                    Sample(name=name, dtype="float32", shape=(4,), start=0, values=(float(version),))
+                    for name in "abcdef"
+                ]
+                passes.append(replace(compared, recorded=replace(compared.recorded, samples=samples)))
+        return find_weights_of_earlier_step(replace(make_forward_evidence(LOSS), passes=passes))
+
+    assert find((0, 7), (1, 8), (2, 0)) is None
+    for last in ((1, 4), (4, 8)):
+        cause = find((0, 7), (1, 8), (2, 9), last)
+        assert cause is not None
+        assert cause.sentence.startswith("the job's weights before step 4 are again those before step 2")
+
+
 @pytest.mark.parametrize(
     ("values", "differing", "is_found"),
     [((0.5, 0.25), ("a",), True), ((0.5, 0.5), ("a",), False), ((0.5, 0.25), (), False)],
