@@ -127,3 +127,31 @@ def test_ranks_of_which_each_forward_is_wrong_are_named(
     assert [text.partition(" differ ")[0] for _, text in remarks] == (
         [f"before step 1 the forwards of {wrong}"] if wrong else []
     )
+    # Ranks that shard one model begin with the same weights, whatever they compute; so do passes that are not judged.
+    sharded = [
+        each._replace(recorded=replace(each.recorded, weight_comparison=WeightComparison(is_sharded=True)))
+        for each in passes
+        if each.recorded is not None
+    ]
+    assert _compare_forwards_of_ranks(sharded, verdicts) == []
+    unsettled = [
+        replace(verdict, outcome=Outcome.UNSETTLED) if verdict.outcome is Outcome.DIFFERS else verdict
+        for verdict in verdicts
+    ]
+    assert _compare_forwards_of_ranks(passes, unsettled) == []
+
+
+def test_the_first_step_at_which_ranks_part_is_told() -> None:
+    """Before the second step all three forwards are right; before the third rank 2's alone; before the fourth none."""
+    passes, verdicts = [], []
+    for index, wrong_ranks in ((0, ()), (1, (0, 1)), (2, (0, 1, 2))):
+        for compared in make_window([SOUND] * 3, SOUND, index=index):
+            rank = compared.record.rank
+            recorded = replace(compared.recorded, num_steps_before=index + 1)
+            passes.append(PassEvidence(compared.record, recorded, compared.replayed))
+            off = float(rank in wrong_ranks)
+            finding = judge_number("loss", 1.0, 1.0 + off, difference=off, bound=1e-4)
+            outcome = Outcome.DIFFERS if off else Outcome.REPRODUCED
+            verdicts.append(replace(make_verdict(index, [finding]), rank=rank, outcome=outcome))
+    [(_, text)] = _compare_forwards_of_ranks(passes, verdicts)
+    assert text.startswith("before step 3 the forwards of rank 0, rank 1 differ and those of the other ranks do not: ")
