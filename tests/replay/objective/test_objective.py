@@ -149,6 +149,14 @@ def test_the_dpo_loss_is_the_papers(smoothing: float, averages: bool, pairs: Pai
     assert gradient(ours_of, inputs).abs().max() > 1e-3
 
 
+@pytest.mark.parametrize("numbers", [(2, 1), (1, 2), (3, 2), (4, 4)])
+def test_noted_numbers_of_pairs_are_as_many_as_there_are_pairs(numbers: tuple[int, int]) -> None:
+    chosen, rejected = (torch.zeros(number) for number in numbers)
+    inputs = made(0, ref_chosen_logps=chosen, ref_rejected_logps=rejected)
+    with pytest.raises(ObjectiveError, match="must have one number for each of 2 pairs, not shapes "):
+        compute_dpo_loss(inputs, ObjectiveSpec())
+
+
 def test_sequences_of_a_packed_row_are_its_documents() -> None:
     """A row of three documents has the loss of three rows."""
     inputs = made()
