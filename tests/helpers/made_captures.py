@@ -2,14 +2,18 @@
 
 import shutil
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
+from itertools import count
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from capture import capture_files, read_micro_batch
 from capture.file_format.actor_config import write_actor_config
-from capture.file_format.capture_file import write_call
+from capture.file_format.capture_file import read_call, write_call
+from capture.file_format.end_record import EndRecord, write_end_record
 from capture.file_format.micro_batch import Origin
 from replay.options.spec import find_sample_folder
 
@@ -72,6 +76,26 @@ def write_passes(folder: Path, kinds: dict[int, str]) -> dict[int, list[Path]]:
         rank: [write_pass(folder, rank=rank, step=step, trains=kind == "t") for step, kind in enumerate(passes)]
         for rank, passes in kinds.items()
     }
+
+
+def write_recordings(folder: Path, kinds: dict[str, str]) -> dict[str, list[Path]]:
+    """Write the passes of rank 0 of several recordings, by their ids, one after another: t trains, r is a rollout."""
+    paths: dict[str, list[Path]] = {recording: [] for recording in kinds}
+    steps = count()
+    for recording, passes in kinds.items():
+        for kind in passes:
+            unmarked = write_pass(folder, step=next(steps), trains=kind == "t")
+            call = replace(read_call(unmarked), recording=recording)
+            unmarked.unlink()
+            paths[recording].append(call.write(folder))
+    return paths
+
+
+def write_end(folder: Path, recording: str, **values: Any) -> None:
+    """Write how rank 0 of a recording ended."""
+    end: dict[str, Any] = {"rank": 0, "world_size": 1, "num_passes": 1, "num_steps": 1, "place": "", **values}
+    time = BEGINNING.isoformat()
+    write_end_record(folder, EndRecord(**end, opened=time, time=time, recording=recording), stamp=recording)
 
 
 def write_config(folder: Path) -> None:

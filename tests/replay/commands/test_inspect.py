@@ -24,7 +24,7 @@ from replay.commands.inspect import text as wording
 from replay.commands.inspect.inspection import ValueSpread, inspect_folder
 from replay.commands.inspect.text import print_inspection
 from tests.helpers.doomed_jobs import TinyModel
-from tests.helpers.made_captures import damage, write_config, write_pass
+from tests.helpers.made_captures import damage, write_config, write_end, write_pass, write_recordings
 
 
 def test_passes_are_told_apart_and_counted(tmp_path: Path) -> None:
@@ -47,6 +47,25 @@ def test_passes_are_told_apart_and_counted(tmp_path: Path) -> None:
     assert facts.last_time == "2026-03-01T09:12:47.000000+00:00"
     assert facts.versions == ["torch 2.13.0"]
     assert facts.damaged == []
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_the_checks_of_a_recording_read_how_it_ended_and_not_how_another_did(number: int, tmp_path: Path) -> None:
+    """Each recording's checks say the same whatever else is in its folder."""
+    ends: dict[str, dict[str, Any]] = {"a": {"num_unseen_steps": 5, "unseen_after": 1}, "b": {"num_late_clippings": 4}}
+    for folder, recordings in ((tmp_path / "both", "ab"), (tmp_path / "alone", "ab"[number - 1])):
+        write_recordings(folder, dict.fromkeys(recordings, "tt"))
+        for name in recordings:
+            write_end(folder, name, num_passes=2, num_steps=9, **ends[name])
+    beside = inspect_folder(tmp_path / "both", recording=number).linting
+    alone = inspect_folder(tmp_path / "alone").linting
+    assert beside is not None
+    assert alone is not None
+    assert alone.remarks
+    assert [remark.text for remark in beside.remarks] == [remark.text for remark in alone.remarks]
+    assert (beside.recording, beside.read) == (number, "all 2 passes")
+    both = inspect_folder(tmp_path / "both").recordings
+    assert [(one.number, one.num_passes, one.num_files) for one in both] == [(1, 2, 2), (2, 2, 2)]
 
 
 def test_damaged_files_are_named_with_the_reason(tmp_path: Path) -> None:

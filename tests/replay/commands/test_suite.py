@@ -14,6 +14,7 @@ import pytest
 
 import replay
 from actor_init.spec import Dtype, UsageError
+from capture import capture_files
 from replay.api.logs import PastCampaign
 from replay.campaign.executor import ThisMachine
 from replay.command_line.cli import main, parse_command_line
@@ -42,7 +43,7 @@ from replay.resolution.selection import select
 from replay.runlog.reader import PastRun
 from replay.runlog.writer import list_versions
 from tests.helpers.children import run_quietly
-from tests.helpers.made_captures import damage, write_passes
+from tests.helpers.made_captures import damage, write_config, write_passes, write_recordings
 from tests.helpers.made_logs import passed, write_log
 from tests.helpers.schemas import assert_valid
 
@@ -375,6 +376,15 @@ def test_as_many_training_passes_are_copied_as_fill_whole_steps(tmp_path: Path) 
     assert again.num_inputs == 4
     with pytest.raises(UsageError, match="is not empty"):
         prepare_inputs(spec, tmp_path / "out" / "inputs", 3)
+
+
+def test_of_several_recordings_the_latest_is_trained_on(tmp_path: Path) -> None:
+    paths = write_recordings(tmp_path / "captures", {"a": "tttt", "b": "rtrtt"})
+    write_config(tmp_path / "captures")
+    made = prepare_inputs(SuiteSpec(dataset=tmp_path / "captures", steps=6), tmp_path / "inputs", 1)
+    names = [path.name for path in capture_files(tmp_path / "inputs")]
+    assert names == [paths["b"][number].name for number in (1, 3, 4)]
+    assert (made.num_inputs, made.steps_an_epoch(1), made.steps_an_epoch(2)) == (3, 3, 1)
 
 
 def test_a_damaged_capture_is_refused_and_leaves_no_inputs(tmp_path: Path) -> None:

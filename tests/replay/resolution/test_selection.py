@@ -12,7 +12,7 @@ from replay.options.option_parsing import format_error_with_flags
 from replay.options.spec import InputOrder, InputsSpec, Passes
 from replay.resolution import selection
 from replay.resolution.selection import Selection, select
-from tests.helpers.made_captures import damage, write_pass, write_passes
+from tests.helpers.made_captures import damage, write_end, write_pass, write_passes, write_recordings
 
 
 def select_on_all_ranks(num_data_ranks: int, spec: InputsSpec) -> list[Selection]:
@@ -195,6 +195,22 @@ def test_neither_one_file_nor_a_folder_with_a_damaged_one_is_the_whole_job(tmp_p
     assert not select(InputsSpec(input_file=paths[0]), 0, 1).is_whole
     damage(paths[2])
     assert not select(InputsSpec(inputs=tmp_path), 0, 1).is_whole
+
+
+@pytest.mark.parametrize(("number", "recording"), [(None, "b"), (1, "a"), (2, "b")])
+def test_of_several_recordings_one_is_replayed_and_what_it_lacks_is_its_own(
+    number: int | None, recording: str, tmp_path: Path
+) -> None:
+    paths = write_recordings(tmp_path, {"a": "ttr", "b": "ttr"})
+    missing = {"a": {"given a cache": 3}, "b": {"given a cache": 1, "given embeddings": 2}}
+    for name, numbers in missing.items():
+        write_end(tmp_path, name, not_recorded=numbers)
+    chosen = select(InputsSpec(inputs=tmp_path, recording=number), 0, 1)
+    assert (chosen.inputs, chosen.not_recorded) == (paths[recording][:2], missing[recording])
+    assert chosen.recording is not None
+    assert (chosen.recording.number, chosen.recording.num_recordings) == ("ab".index(recording) + 1, 2)
+    assert set(chosen.recording.ids) == {recording}
+    assert (chosen.num_left_out_passes, chosen.is_whole) == (1, True)
 
 
 def test_max_inputs_counts_the_epochs_of_one_input_file(tmp_path: Path) -> None:
