@@ -14,9 +14,8 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -42,11 +41,70 @@ HEAD_NAME = "lm_head"
 BLOCK_NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
 
+class CudaAllocator:
+    """torch's allocator on CUDA: it counts, records a history of each block, and tells when memory runs out."""
+
+    def __init__(self) -> None:
+        # The histories of passes that run now: the observer of memory that runs out knows no other way to them.
+        self._open_histories: list[AllocationHistory] = []
+        self._has_observer = False
+
+    @contextmanager
+    def record(self, history: "AllocationHistory") -> Iterator[None]:
+        """Record the allocator's history while the block runs; note its snapshot when memory runs out."""
+        self.synchronize(history.device)
+        self.switch_history("all")
+        if not self._has_observer:
+            # For good: torch takes no observer away, and each one more takes a snapshot.
+            self.attach_observer(self._note_out_of_memory)
+            self._has_observer = True
+        self._open_histories.append(history)
+        try:
+            history.first_number = history.count_allocations()
+            yield
+        finally:
+            self._open_histories.remove(history)
+            self.switch_history(None)
+
+    def _note_out_of_memory(self, *_: Any) -> None:
+        for history in self._open_histories:
+            history.snapshot_out_of_memory = history.snapshot_out_of_memory or self.take_snapshot(history.device)
+
+    # The methods below are torch's.
+
+    def synchronize(self, device: torch.device) -> None:
+        torch.cuda.synchronize(device)
+
+    def switch_history(self, events: Literal["all"] | None) -> None:
+        if events is None:
+            torch.cuda.memory._record_memory_history(None)
+        else:
+            torch.cuda.memory._record_memory_history(events, context="alloc", stacks="python", max_entries=MAX_EVENTS)
+
+    def count_allocations(self, device: torch.device) -> int:
+        return int(torch.cuda.memory_stats(device)["allocation.all.allocated"])
+
+    def take_snapshot(self, device: torch.device) -> Snapshot:
+        snapshot: Snapshot = torch.cuda.memory._snapshot(device)
+        return snapshot
+
+    def find_device_index(self, device: torch.device) -> int:
+        return torch.cuda.current_device() if device.index is None else device.index
+
+    def attach_observer(self, observer: Callable[..., None]) -> None:
+        torch._C._cuda_attach_out_of_memory_observer(observer)  # type: ignore[attr-defined]
+
+
+# The one of this process.
+CUDA_ALLOCATOR = CudaAllocator()
+
+
 @dataclass(kw_only=True)
 class AllocationHistory:
     """What is known of the allocations of a pass besides the allocator's own history."""
 
     device: torch.device
+    allocator: CudaAllocator = CUDA_ALLOCATOR
     # The allocator's count of allocations when the history began.
     first_number: int = 0
     # From each allocation on, the module with this name ran.
@@ -79,7 +137,7 @@ class AllocationHistory:
         """Return the number of the next allocation, from 0; on a CPU the profiler counts them."""
         if self.device.type != "cuda":
             return 0
-        return int(torch.cuda.memory_stats(self.device)["allocation.all.allocated"]) - self.first_number
+        return self.allocator.count_allocations(self.device) - self.first_number
 
     def find_module(self, number: int) -> str | None:
         """Return the module whose forward made the allocation of that number."""
@@ -99,6 +157,7 @@ def find_peak_holders(
     resident: Callable[[], int | None],
     before: int | None = None,
     only_if_it_ran_out: bool = False,
+    allocator: CudaAllocator = CUDA_ALLOCATOR,
 ) -> MemoryProfile | None:
     """Call `run`, one pass, with the history on, and return what held its peak; the snapshot goes into `file`.
 
@@ -111,21 +170,23 @@ def find_peak_holders(
     resident            returns the bytes that the process has now; for a CPU
     before              the peak of the pass when it ran first; for a CPU
     only_if_it_ran_out  write nothing, and return None, of a pass that did not
+    allocator           has the history on CUDA
     """
-    history = AllocationHistory(device=device, gradients_before=_map_gradients(model))
+    history = AllocationHistory(device=device, allocator=allocator, gradients_before=_map_gradients(model))
     weights = sorted(_map_storages([*model.parameters(), *model.buffers()]))
     if device.type == "cuda":
-        with _record_allocator_history(history):
+        with allocator.record(history):
             with _note_modules(model, spec, history):
                 error = run(history)
             ran_out = error is not None and (history.snapshot_out_of_memory is not None or is_out_of_memory(error))
             if only_if_it_ran_out and not ran_out:
                 return None
-            torch.cuda.synchronize(device)
+            allocator.synchronize(device)
             snapshot_then = history.snapshot_out_of_memory if ran_out else None
-            snapshot = snapshot_then or torch.cuda.memory._snapshot(device)
+            snapshot = snapshot_then or allocator.take_snapshot(device)
         _write(snapshot, file)
-        peak = find_snapshot_peak(snapshot, _find_device_index(device), until=None if ran_out else history.phases_end)
+        device_index = allocator.find_device_index(device)
+        peak = find_snapshot_peak(snapshot, device_index, until=None if ran_out else history.phases_end)
     else:
         recording = host_memory.record_pass(
             run, model, spec, history, resident, gives_back_at_once=not only_if_it_ran_out
@@ -136,7 +197,7 @@ def find_peak_holders(
             return None
         peak = host_memory.find_recorded_peak(recording, history, file)
     block_names = {name for name, _ in find_blocks(model)}
-    holders = _group_holders(peak, history, weights, block_names, head=_find_head_name(model))
+    holders = group_holders(peak, history, weights, block_names, head=find_head_name(model))
     size = PassSize.measure(
         model,
         config,
@@ -157,40 +218,6 @@ def find_peak_holders(
         snapshot=file.name,
         savings=predict_savings(holders, spec, size),
     )
-
-
-@contextmanager
-def _record_allocator_history(history: AllocationHistory) -> Iterator[None]:
-    """Record the allocator's history while the block runs; note its snapshot when memory runs out."""
-    torch.cuda.synchronize(history.device)
-    torch.cuda.memory._record_memory_history("all", context="alloc", stacks="python", max_entries=MAX_EVENTS)
-    _attach_observer()
-    _open_histories.append(history)
-    try:
-        history.first_number = history.count_allocations()
-        yield
-    finally:
-        _open_histories.remove(history)
-        torch.cuda.memory._record_memory_history(None)
-
-
-# The histories of passes that run now: the observer below knows no other way to them.
-_open_histories: list[AllocationHistory] = []
-
-
-@cache
-def _attach_observer() -> None:
-    """Attach `_note_out_of_memory` for good: torch takes no observer away, and each one more takes a snapshot."""
-    torch._C._cuda_attach_out_of_memory_observer(_note_out_of_memory)  # type: ignore[attr-defined]
-
-
-def _note_out_of_memory(*_: Any) -> None:
-    for history in _open_histories:
-        history.snapshot_out_of_memory = history.snapshot_out_of_memory or torch.cuda.memory._snapshot(history.device)
-
-
-def _find_device_index(device: torch.device) -> int:
-    return torch.cuda.current_device() if device.index is None else device.index
 
 
 def _write(snapshot: Snapshot, file: Path) -> None:
@@ -225,17 +252,22 @@ def _map_gradients(model: PreTrainedModel) -> dict[int, int]:
     return _map_storages(parameter.grad for parameter in model.parameters() if parameter.grad is not None)
 
 
-def _find_head_name(model: nn.Module) -> str:
-    # A model of a user's own does not tell its head.
+def find_head_name(model: nn.Module) -> str:
+    """Return the name of the module that makes the logits; the usual one of a user's own model, which does not tell."""
     if not isinstance(model, PreTrainedModel):
         return HEAD_NAME
     head = model.get_output_embeddings()
     return next((name for name, module in model.named_modules() if module is head), HEAD_NAME)
 
 
-def _group_holders(
+def group_holders(
     peak: Peak, history: AllocationHistory, weights: Sequence[int], blocks: set[str], *, head: str = HEAD_NAME
 ) -> list[Holder]:
+    """Charge each block of the peak to one part, and return the parts, the largest first.
+
+    weights  the addresses of parameters and buffers, sorted
+    blocks   the names of the model's transformer layers
+    """
     sizes: dict[tuple[HolderKind, str], list[int]] = defaultdict(list)
     for block in peak.blocks:
         sizes[_classify_block(block, history, weights, blocks, head)].append(block.num_bytes)

@@ -11,7 +11,7 @@ import torch
 from capture.file_format.actor_config import write_actor_config
 from replay.command_line.cli import main
 from replay.profiling.host_memory import PROCESS_ADDRESS, TraceEvent, find_peak
-from replay.profiling.peak_holders import AllocationHistory, _group_holders
+from replay.profiling.peak_holders import AllocationHistory, group_holders
 from replay.profiling.profile_records import Holder, HolderKind, MemoryPeak, MemoryProfile
 from replay.profiling.residency import LEAST_MAPPED_BYTES, ResidencyReader, parse_mappings
 from replay.profiling.snapshot_peak import Block
@@ -79,7 +79,7 @@ def test_a_trace_s_allocations_are_charged_to_what_ran_then() -> None:
     # what C++ alone holds of the gradients, 300, was the process's
     assert peak.allocated_bytes == 50 + 200 + 1_000 + 7 + 20 + 40 + 80 + 30
     assert (peak.number, peak.num_allocations) == (6, 8)
-    holders = _group_holders(peak, history, weights=[210], blocks={"model.layers.0"})
+    holders = group_holders(peak, history, weights=[210], blocks={"model.layers.0"})
     assert {(holder.kind, holder.name): holder.num_bytes for holder in holders} == {
         (HolderKind.PROCESS, ""): 700,
         (HolderKind.WEIGHTS, ""): 200,
@@ -92,7 +92,7 @@ def test_a_trace_s_allocations_are_charged_to_what_ran_then() -> None:
     }
     in_head = find_peak(EVENTS[:12], BEFORE, history)
     assert (HolderKind.HEAD, "") in {
-        (holder.kind, holder.name) for holder in _group_holders(in_head, history, [], set())
+        (holder.kind, holder.name) for holder in group_holders(in_head, history, [], set())
     }
 
 

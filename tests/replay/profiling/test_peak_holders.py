@@ -13,9 +13,14 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from actor_init.option_values import Dtype
 from actor_init.spec import ActorSpec, OptimizerName
 from replay.command_line.cli import main
-from replay.profiling import peak_holders
 from replay.profiling.memory_advice import PassSize, predict_savings
-from replay.profiling.peak_holders import AllocationHistory, _group_holders, find_peak_holders
+from replay.profiling.peak_holders import (
+    AllocationHistory,
+    CudaAllocator,
+    find_head_name,
+    find_peak_holders,
+    group_holders,
+)
 from replay.profiling.profile_records import Holder, HolderKind, MemoryPeak, MemoryProfile
 from replay.profiling.snapshot_peak import AllocatorEvent, PythonFrame, SegmentBlock, Snapshot, find_snapshot_peak
 from replay.profiling.text import build_holder_table, list_memory_remarks
@@ -95,7 +100,7 @@ def test_each_block_is_charged_to_one_part() -> None:
     history = AllocationHistory(device=torch.device("cpu"), module_borders=begins)
     history.forward_end, history.gradients = 4, {500: 40}
 
-    holders = _group_holders(find_snapshot_peak(more, 0), history, weights=[110], blocks={"model.layers.3"})
+    holders = group_holders(find_snapshot_peak(more, 0), history, weights=[110], blocks={"model.layers.3"})
 
     assert {(holder.kind, holder.name): holder.num_bytes for holder in holders} == {
         (HolderKind.WEIGHTS, ""): 1_000,
@@ -104,7 +109,7 @@ def test_each_block_is_charged_to_one_part() -> None:
         (HolderKind.GRADIENTS, ""): 40,
         (HolderKind.OTHER, "loss.py:7 in loss"): 20,
     }
-    first = _group_holders(find_snapshot_peak(HISTORY, 0), history, weights=[110], blocks={"model.layers.3"})
+    first = group_holders(find_snapshot_peak(HISTORY, 0), history, weights=[110], blocks={"model.layers.3"})
     assert {(holder.kind, holder.name): holder.num_bytes for holder in first} == {
         (HolderKind.WEIGHTS, ""): 1_000,
         (HolderKind.COMMUNICATION, ""): 70,
@@ -148,26 +153,33 @@ SMALL = {
 }
 
 
-class Allocator:
+class Allocator(CudaAllocator):
     """In the place of CUDA's: a history of one block, and an observer of memory that runs out."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self) -> None:
+        super().__init__()
         self.recording: list[str | None] = []
         self.observers: list[Callable[..., None]] = []
         self.num_snapshots = 0
-        peak_holders._attach_observer.cache_clear()
-        cuda = torch.cuda
-        monkeypatch.setattr(cuda, "synchronize", lambda _: None)
-        monkeypatch.setattr(cuda, "memory_stats", lambda _: {"allocation.all.allocated": 3})
-        monkeypatch.setattr(cuda, "current_device", lambda: 0)
-        monkeypatch.setattr(cuda.memory, "_record_memory_history", lambda how, **_: self.recording.append(how))
-        monkeypatch.setattr(cuda.memory, "_snapshot", lambda _: self.snapshot())
-        monkeypatch.setattr(torch._C, "_cuda_attach_out_of_memory_observer", self.observers.append, raising=False)
 
-    def snapshot(self) -> Snapshot:
+    def synchronize(self, device: torch.device) -> None: ...
+
+    def switch_history(self, events: str | None) -> None:
+        self.recording.append(events)
+
+    def count_allocations(self, device: torch.device) -> int:
+        return 3
+
+    def take_snapshot(self, device: torch.device) -> Snapshot:
         self.num_snapshots += 1
         at = 1_000 * self.num_snapshots
         return snapshot(make_event("alloc", 7, at), at_end={7: at}, reserved=at + 1)
+
+    def find_device_index(self, device: torch.device) -> int:
+        return 0
+
+    def attach_observer(self, observer: Callable[..., None]) -> None:
+        self.observers.append(observer)
 
     def runs_out(self) -> None:
         for observer in self.observers:
@@ -175,17 +187,19 @@ class Allocator:
 
 
 @pytest.fixture
-def allocator(monkeypatch: pytest.MonkeyPatch) -> Allocator:
-    return Allocator(monkeypatch)
+def allocator() -> Allocator:
+    return Allocator()
 
 
 def find_holders(
-    run: Callable[[AllocationHistory], Exception | None], file: Path, **options: Any
+    run: Callable[[AllocationHistory], Exception | None], file: Path, allocator: Allocator, **options: Any
 ) -> MemoryProfile | None:
     config = LlamaConfig(**SMALL)
     spec = ActorSpec(backend="ddp", dtype=Dtype.FP32)
     device, model = torch.device("cuda"), LlamaForCausalLM(config)
-    return find_peak_holders(run, model, config, spec, device, file, rank=1, resident=lambda: None, **options)
+    return find_peak_holders(
+        run, model, config, spec, device, file, rank=1, resident=lambda: None, allocator=allocator, **options
+    )
 
 
 def test_a_pass_that_ran_out_is_seen_at_that_moment(allocator: Allocator, tmp_path: Path) -> None:
@@ -194,7 +208,7 @@ def test_a_pass_that_ran_out_is_seen_at_that_moment(allocator: Allocator, tmp_pa
         return torch.OutOfMemoryError("CUDA out of memory")
 
     for number in (1, 2):
-        found = find_holders(run, tmp_path / "a.pickle", only_if_it_ran_out=True)
+        found = find_holders(run, tmp_path / "a.pickle", allocator, only_if_it_ran_out=True)
         assert found is not None
         assert (found.ran_out, found.rank, found.device) == ("CUDA out of memory", 1, "cuda")
         assert (found.peak_bytes, found.reserved_bytes) == (1_000 * number, 1_000 * number + 1), "one snapshot a pass"
@@ -208,8 +222,8 @@ def test_a_pass_that_did_not_run_out_leaves_nothing_if_only_such_are_wanted(
 ) -> None:
     file = tmp_path / "a.pickle"
 
-    assert find_holders(lambda _: None, file, only_if_it_ran_out=True) is None
-    assert find_holders(lambda _: ValueError("other"), file, only_if_it_ran_out=True) is None
+    assert find_holders(lambda _: None, file, allocator, only_if_it_ran_out=True) is None
+    assert find_holders(lambda _: ValueError("other"), file, allocator, only_if_it_ran_out=True) is None
 
     assert allocator.recording == ["all", None] * 2
     assert not file.exists()
@@ -220,17 +234,17 @@ def test_memory_that_ran_out_on_the_way_and_was_found_is_no_failure(allocator: A
     def run(history: AllocationHistory) -> None:
         allocator.runs_out()
 
-    found = find_holders(run, tmp_path / "a.pickle")
+    found = find_holders(run, tmp_path / "a.pickle", allocator)
 
     assert found is not None
     assert (found.ran_out, found.failed, found.peak_bytes) == (None, None, 2_000), "as it was at the pass's end"
 
 
 def test_a_users_own_model_has_the_usual_head() -> None:
-    assert peak_holders._find_head_name(torch.nn.Linear(1, 1)) == "lm_head"
+    assert find_head_name(torch.nn.Linear(1, 1)) == "lm_head"
     model = LlamaForCausalLM(LlamaConfig(**SMALL))
     model.get_output_embeddings = lambda: model.model.layers[1].mlp.up_proj
-    assert peak_holders._find_head_name(model) == "model.layers.1.mlp.up_proj"
+    assert find_head_name(model) == "model.layers.1.mlp.up_proj"
 
 
 def test_a_device_without_the_counters_is_refused_in_a_line(
