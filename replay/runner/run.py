@@ -2,7 +2,9 @@
 
 import gc
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import IO, Self
 
@@ -14,7 +16,7 @@ from capture.file_format.capture_file import CapturedCall
 from capture.file_format.micro_batch import CaptureError
 from replay.objective.inputs import ObjectiveData, ObjectiveError
 from replay.objective.objective import Objective, padding_may_predict_label
-from replay.options.resolved import ChosenBy, ResolvedReplay
+from replay.options.resolved import ChosenBy, ResolvedChoice, ResolvedReplay
 from replay.options.spec import ReplaySpec, is_objective
 from replay.output.printing import open_console, print_table
 from replay.output.text import have_distinct_short_names
@@ -78,17 +80,34 @@ class _PreparedReplay:
     @classmethod
     def prepare(cls, spec: ReplaySpec, world: World) -> Self:
         """Select the inputs and make every choice of the run. Raises UsageError, on all ranks, for what cannot run."""
-        selection = try_on_all_ranks(world, lambda: _select(spec, world))
+        selection, first_call, loss = select_for_loss(spec, world, partial(_select, world=world))
         meter = try_on_all_ranks(world, lambda: _make_meter(spec, world))
-        first_call = read_first_call(selection)
-        loss = compute_on_rank0(world, lambda: choose_loss(spec, selection, first_call))
-        spec_with_loss = replace(spec, measure=replace(spec.measure, loss=loss.value))
-        if loss.by is ChosenBy.JOB and is_objective(loss.value) and any(world.gather(_has_labels(first_call))):
-            # The labels' tokens were counted, before it was known that the loss is not theirs.
-            selection = try_on_all_ranks(world, lambda: _select(spec_with_loss, world))
+        spec_with_loss = _set_loss(spec, loss)
         objective = try_on_all_ranks(world, lambda: _open_objective(spec_with_loss, first_call))
         resolved = resolve(spec, selection, first_call, world, loss, objective)
         return cls(resolved=resolved, selection=selection, meter=meter, first_call=first_call, objective=objective)
+
+
+def select_for_loss(
+    spec: ReplaySpec, world: World, select_inputs: Callable[[ReplaySpec], Selection]
+) -> tuple[Selection, CapturedCall | None, ResolvedChoice]:
+    """Select the inputs, read the first one, and choose the loss by them.
+
+    All ranks must call this. Raises UsageError on all of them for inputs that one of them cannot select.
+
+    select_inputs  selects this rank's inputs, and counts the tokens of the loss that its argument names
+    """
+    selection = try_on_all_ranks(world, lambda: select_inputs(spec))
+    first_call = read_first_call(selection)
+    loss = compute_on_rank0(world, lambda: choose_loss(spec, selection, first_call))
+    if loss.by is ChosenBy.JOB and is_objective(loss.value) and any(world.gather(_has_labels(first_call))):
+        # The labels' tokens were counted, before it was known that the loss is not theirs.
+        selection = try_on_all_ranks(world, lambda: select_inputs(_set_loss(spec, loss)))
+    return selection, first_call, loss
+
+
+def _set_loss(spec: ReplaySpec, loss: ResolvedChoice) -> ReplaySpec:
+    return replace(spec, measure=replace(spec.measure, loss=loss.value))
 
 
 def _make_meter(spec: ReplaySpec, world: World) -> Meter:
