@@ -14,23 +14,29 @@ passes like it. If it is as slow again, the pass counts: it is always that slow.
 import ctypes
 import math
 import sys
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
+from actor_init.world import World
 from replay.runlog.records import FirstUse, PassRecord, PhaseCost
 
 
 class FirstUses:
     """Compare counters before and after each pass."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, triton: "TritonWatch | None" = None) -> None:
+        """Set up the counters.
+
+        triton  None: the one watch of this process
+        """
+        self._triton = _triton if triton is None else triton
         self._counters: dict[FirstUse, Callable[[], int]] = {
             FirstUse.COMPILED: _read_compiling_nanoseconds,
-            FirstUse.TRITON: lambda: _triton.num_kernels,
-            FirstUse.AUTOTUNED: lambda: _triton.num_benchmarks,
+            FirstUse.TRITON: lambda: self._triton.num_kernels,
+            FirstUse.AUTOTUNED: lambda: self._triton.num_benchmarks,
             FirstUse.LIBRARY: _count_libraries,
             FirstUse.IMPORT: lambda: len(sys.modules),
         }
@@ -47,7 +53,7 @@ class FirstUses:
         cudnn_calls  kinds of calls of cuDNN's attention in it; cuDNN has no counter, and plans each kind once
         """
         self._calls = set(cudnn_calls)
-        _triton.watch()
+        self._triton.watch()
         self._counts_before = {use: counter() for use, counter in self._counters.items()}
 
     def end(self) -> list[str]:
@@ -111,21 +117,28 @@ def _read_bytes_outside_allocator(device: torch.device) -> int:
     return total - free - torch.cuda.memory_reserved(device)
 
 
-class _TritonWatch:
+class TritonWatch:
     """Count the kernels that Triton compiles or loads, and the configurations that its autotuner tries."""
 
-    def __init__(self) -> None:
+    def __init__(self, modules: Mapping[str, Any] = sys.modules) -> None:
+        """Count nothing before `watch`.
+
+        modules  where Triton is once something has imported it
+        """
+        self._modules = modules
         self.num_kernels = 0
         self.num_benchmarks = 0
         self._is_watching = False
 
     def watch(self) -> None:
         """Start counting as soon as something has imported Triton; that import is a first use of its own."""
-        if self._is_watching or "triton.runtime.autotuner" not in sys.modules:
+        if self._is_watching or "triton.runtime.autotuner" not in self._modules:
             return
         self._is_watching = True
-        knobs = getattr(sys.modules.get("triton.knobs"), "runtime", None)
-        owner, hook = (knobs, "jit_post_compile_hook") if knobs is not None else (_find_jit_function(), "compiled_hook")
+        knobs = getattr(self._modules.get("triton.knobs"), "runtime", None)
+        # Before 3.4 Triton's class of kernels had the hooks.
+        jit_function = getattr(self._modules.get("triton.runtime.jit"), "JITFunction", None)
+        owner, hook = (knobs, "jit_post_compile_hook") if knobs is not None else (jit_function, "compiled_hook")
         if hasattr(owner, hook):
             # Someone else's hook may be there already: it is called after the count.
             setattr(owner, hook, self._count_kernels_before(getattr(owner, hook)))
@@ -134,7 +147,7 @@ class _TritonWatch:
         if hasattr(load_hooks, "add"):
             load_hooks.add(self._count_kernels_before(None))
         # Nothing public tells that the autotuner times kernels which are compiled already, so its method is wrapped.
-        autotuner = sys.modules["triton.runtime.autotuner"].Autotuner
+        autotuner = self._modules["triton.runtime.autotuner"].Autotuner
         if hasattr(autotuner, "_bench"):
             autotuner._bench = self._count_benchmarks_before(autotuner._bench)
 
@@ -153,12 +166,7 @@ class _TritonWatch:
         return bench
 
 
-def _find_jit_function() -> Any:
-    """Return Triton's class of kernels, which had the hooks before 3.4."""
-    return getattr(sys.modules.get("triton.runtime.jit"), "JITFunction", None)
-
-
-_triton = _TritonWatch()
+_triton = TritonWatch()
 
 
 # A pass is far slower than expected, or than its second run, if it takes this many times as long.
@@ -180,7 +188,7 @@ class ExpectedTimes:
         """Did the host hold up the device in a pass that would count, and that took far longer than expected?"""
         if not _would_count(rank_records) or not any(map(_was_held_up_by_host, rank_records)):
             return False
-        expected = self._expect(_has_backward(rank_records), rank_records[0].input.fed_tokens)
+        expected = self.expect_seconds(_has_backward(rank_records), rank_records[0].input.fed_tokens)
         return expected is None or _find_slowest_seconds(rank_records) > SLOW_FACTOR * expected
 
     def learn(self, rank_records: Sequence[PassRecord], second_run_seconds: float = math.inf) -> None:
@@ -190,7 +198,21 @@ class ExpectedTimes:
             seconds = min(second_run_seconds, _find_slowest_seconds(rank_records))
             known_times.append((rank_records[0].input.fed_tokens, seconds))
 
-    def _expect(self, has_backward: bool, fed_tokens: int) -> float | None:
+    def learn_second_run(
+        self, record: PassRecord, seconds: float, rank_records: Sequence[PassRecord], world: World
+    ) -> PassRecord:
+        """Learn from a pass that ran twice. Return this rank's `record` of it with the second run.
+
+        All ranks must call this: they expect of later passes what the second run took on the slowest of them.
+
+        seconds       of the second run on this rank
+        rank_records  the records of all ranks from the first run
+        """
+        rank_seconds = world.gather(seconds)
+        self.learn(rank_records, max(rank_seconds))
+        return record_second_run(record, rank_seconds, rank_records)
+
+    def expect_seconds(self, has_backward: bool, fed_tokens: int) -> float | None:
         """Return the most seconds that a pass of so many tokens should take: with more tokens, as much longer."""
         known_times = self._known_times.get(has_backward, [])
         return max((seconds * max(1.0, fed_tokens / tokens) for tokens, seconds in known_times if tokens), default=None)

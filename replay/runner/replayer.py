@@ -37,7 +37,7 @@ from replay.runlog.records import InputSection, PassRecord, ResultSection
 from replay.runlog.token_log_probs import TokenPlaces, write_token_log_probs
 from replay.runner.accumulation_window import AccumulationWindow
 from replay.runner.checkpoint import StateWeights, digest_inputs
-from replay.runner.first_uses import ExpectedTimes, record_second_run
+from replay.runner.first_uses import ExpectedTimes
 from replay.runner.generator_observer import GeneratorObserver, RandomDrawCounter, was_fed_as_captured
 from replay.runner.loss_variants import has_other_log_probs, try_losses
 from replay.runner.meter import Meter
@@ -260,9 +260,8 @@ class Replayer:
         assert self._latest_inputs is not None
         self.tracker.enter_phase(RankPhase.RERUNNING)
         cost = run_pass_again(self.reopenable_actor.backend, self._latest_inputs, self.world.device, self._clock).cost
-        rank_seconds = self.world.gather(sum(phase.seconds for phase in cost.phases.values()))
-        self._expected_times.learn(rank_records, max(rank_seconds))
-        return record_second_run(record, rank_seconds, rank_records)
+        seconds = sum(phase.seconds for phase in cost.phases.values())
+        return self._expected_times.learn_second_run(record, seconds, rank_records, self.world)
 
     def replay(
         self, index: int, path: Path, extra_observers: Sequence[PassObserver] = ()

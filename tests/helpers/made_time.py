@@ -1,11 +1,14 @@
 """Clocks that a test moves, in the place of a machine's, which may be busy."""
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+
+from replay.runner.meter import HostInstrument, Meter
 
 HOUR = 3600.0
 
@@ -20,9 +23,13 @@ class Clock:
         return self.now
 
 
-def at_the_meter(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    """What is measured on a CPU is measured by this clock."""
+def at_the_meter(
+    monkeypatch: pytest.MonkeyPatch, make_instrument: Callable[[Clock], HostInstrument] | None = None
+) -> Clock:
+    """What is measured on a CPU is measured by this clock; with an instrument, so it is on every device."""
     clock = Clock()
+    if make_instrument is not None:
+        monkeypatch.setattr(Meter, "for_device", lambda _: Meter(make_instrument(clock)))
     monkeypatch.setattr("replay.runner.meter.time", SimpleNamespace(perf_counter=clock.read))
     return clock
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,17 +19,15 @@ from replay.command_line.cli import main
 from replay.objective.objective import compute_negated_mean
 from replay.runlog.records import FirstUse, PassRecord
 from replay.runlog.summary import FIRST_USES, NEW_GRAPH, WARMUP, Statistics, summarize
-from replay.runner import first_uses
-from replay.runner import replayer as replayer_module
-from replay.runner.first_uses import FirstUses
-from replay.runner.meter import HostInstrument, Meter
+from replay.runner.first_uses import ExpectedTimes, FirstUses, TritonWatch
+from replay.runner.meter import HostInstrument
 from replay.runner.observers import FirstUseObserver
-from replay.runner.replayer import Replayer
 from replay.watch.progress import RankPhase, Tracker
 from tests.helpers.made_captures import LLAMA, write_pass
 from tests.helpers.made_records import cost, record
 from tests.helpers.made_time import Clock, at_the_meter
 from tests.helpers.read_logs import read_log
+from tests.helpers.replaced_parts import replace_stand_in_loss
 from tests.helpers.thread_ranks import call_on_ranks
 
 CPU = torch.device("cpu")
@@ -129,13 +127,14 @@ class WaitingDevice(HostInstrument):
 def test_slow_once_is_no_measurement_and_always_slow_is_one(
     typed: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    clock, lengths, seen = at_the_meter(monkeypatch), [10, 11, 12, 13, 14], set[int]()
+    clock, lengths, seen = at_the_meter(monkeypatch, WaitingDevice), [10, 11, 12, 13, 14], set[int]()
+    slow_lengths = {12, 14}
 
     def loss(log_probs_BA: Tensor, inputs: Any) -> Tensor:
         length = inputs.input_ids.numel() // 2
         is_first = length not in seen
         seen.add(length)
-        clock.now += 8.0 if length == 14 or (length == 12 and is_first) else 1.0
+        clock.now += 8.0 if length in slow_lengths and (length == 14 or is_first) else 1.0
         return compute_negated_mean(log_probs_BA, inputs)
 
     phases: list[RankPhase] = []
@@ -146,8 +145,7 @@ def test_slow_once_is_no_measurement_and_always_slow_is_one(
         enter_phase(tracker, phase)
 
     monkeypatch.setattr(Tracker, "enter_phase", note_phase)
-    monkeypatch.setattr("replay.runner.replayer.compute_negated_mean", loss)
-    monkeypatch.setattr(Meter, "for_device", lambda _: Meter(WaitingDevice(clock)))
+    replace_stand_in_loss(monkeypatch, loss)
     folder = write_captures(tmp_path / "captures", lengths)
     records, statistics = replay_captures(folder, tmp_path / "logs", "--no-noise-floor", *typed)
     assert [record.first_uses for record in records[1:]] == [[], [FirstUse.ONCE], [], []]
@@ -157,7 +155,7 @@ def test_slow_once_is_no_measurement_and_always_slow_is_one(
     assert statistics.slowest is not None
     assert (statistics.slowest.index, statistics.slowest.value) == (4, 8.0)
 
-    monkeypatch.setattr("replay.runner.first_uses.SLOW_FACTOR", 100.0)
+    slow_lengths.clear()
     never, _ = replay_captures(folder, tmp_path / "never", "--no-noise-floor", *typed)
     assert [record.cost.seconds_again for record in never] == [None, 1.0, None, None, None]
     numbers = [(record.result.loss, record.result.row_log_probs, record.result.grad_norm) for record in records]
@@ -177,7 +175,7 @@ def test_a_first_use_that_a_later_release_may_name_is_left_out_too() -> None:
 
 
 @pytest.mark.parametrize("has_knobs", [True, False])
-def test_triton_kernels_and_autotuning_are_counted(has_knobs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_triton_kernels_and_autotuning_are_counted(has_knobs: bool) -> None:
     """By its hooks of today (`triton.knobs`) and of before 3.4 (`JITFunction.compiled_hook`); an earlier hook stays."""
     called: list[str] = []
 
@@ -189,18 +187,11 @@ def test_triton_kernels_and_autotuning_are_counted(has_knobs: bool, monkeypatch:
         compiled_hook: Any = None
 
     runtime = SimpleNamespace(jit_post_compile_hook=lambda **named: called.append(named["key"]))
-    modules: dict[str, Any] = {
+    modules = {
         "triton.runtime.autotuner": SimpleNamespace(Autotuner=Autotuner),
         "triton.runtime.jit": SimpleNamespace(JITFunction=JITFunction),
     } | ({"triton.knobs": SimpleNamespace(runtime=runtime)} if has_knobs else {})
-    for name in ("triton.knobs", *modules):
-        monkeypatch.delitem(sys.modules, name, raising=False)
-    for name, values in modules.items():
-        module = ModuleType(name)
-        vars(module).update(vars(values))
-        monkeypatch.setitem(sys.modules, name, module)
-    monkeypatch.setattr(first_uses, "_triton", first_uses._TritonWatch())
-    uses = FirstUses(CPU)
+    uses = FirstUses(CPU, TritonWatch(modules))
     uses.begin()
     assert uses.end() == []
     uses.begin()
@@ -275,7 +266,7 @@ def test_a_pass_that_failed_leaves_its_plan_to_the_next() -> None:
     [((1.0, 2.0), True, 2.0), ((2.0, 1.0), True, 2.0), ((1.0, 8.0), False, 8.0), ((20.0, 1.0), False, 9.0)],
 )
 def test_ranks_expect_of_a_pass_what_its_second_run_took_on_the_slowest(
-    second_run: tuple[float, float], is_once: bool, expected: float, monkeypatch: pytest.MonkeyPatch
+    second_run: tuple[float, float], is_once: bool, expected: float
 ) -> None:
     """Otherwise a rank would run a later pass again, and the others would not."""
     # The first run took 9 s on a rank, since its host held it up.
@@ -284,25 +275,16 @@ def test_ranks_expect_of_a_pass_what_its_second_run_took_on_the_slowest(
         for rank, seconds in enumerate((0.5, 8.5))
     ]
 
-    monkeypatch.setattr(replayer_module, "run_pass_again", lambda backend, *_: backend)
-
     def run_on_rank(world: Any) -> tuple[Any, ...]:
         """Return what the second run took here, whether the pass was slow once, and what later passes are held to."""
-        seconds = second_run[world.rank]
-        outcome = SimpleNamespace(cost=SimpleNamespace(phases={"forward": SimpleNamespace(seconds=seconds)}))
-        replayer: Any = SimpleNamespace(
-            _latest_inputs="inputs",
-            tracker=SimpleNamespace(enter_phase=lambda phase: None),
-            reopenable_actor=SimpleNamespace(backend=outcome),
-            world=world,
-            _clock=None,
-            _expected_times=first_uses.ExpectedTimes(),
-        )
-        found = Replayer.time_second_run(replayer, rank_records[world.rank], rank_records)
-        return found.cost.seconds_again, FirstUse.ONCE.value in found.first_uses, replayer._expected_times._known_times
+        times = ExpectedTimes()
+        found = times.learn_second_run(rank_records[world.rank], second_run[world.rank], rank_records, world)
+        fed_tokens = rank_records[world.rank].input.fed_tokens
+        expected_seconds = [times.expect_seconds(has_backward, fed_tokens) for has_backward in (False, True)]
+        return found.cost.seconds_again, FirstUse.ONCE.value in found.first_uses, expected_seconds
 
     results = call_on_ranks(run_on_rank, [CPU] * 2)
-    assert results == [(seconds, is_once, {True: [(80, expected)]}) for seconds in second_run]
+    assert results == [(seconds, is_once, [None, expected]) for seconds in second_run]
 
 
 def make_rank_records(
@@ -331,8 +313,8 @@ def make_rank_records(
     ]
 
 
-def learn_three_passes() -> first_uses.ExpectedTimes:
-    times = first_uses.ExpectedTimes()
+def learn_three_passes() -> ExpectedTimes:
+    times = ExpectedTimes()
     times.learn(make_rank_records(1.0, 80))
     times.learn(make_rank_records(9.0, 40), second_run_seconds=2.0)
     times.learn(make_rank_records(1.5, 80))

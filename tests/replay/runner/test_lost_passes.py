@@ -23,6 +23,7 @@ from replay.runner.replayer import Replayer
 from replay.runner.run_pass import prepare_actor_inputs
 from replay.verdict.pass_windows import group_into_windows
 from tests.helpers.made_records import record
+from tests.helpers.replaced_parts import replace_layout
 from tests.trainers.common import make_batches, make_model
 
 SIZE, NUM_STEPS = 3, 3
@@ -147,7 +148,7 @@ def test_later_steps_are_judged_where_a_pass_cannot_be_laid_out(
             raise CaptureError(batch.origin.source, ": cannot be laid out")
         return prepare_actor_inputs(batch, *arguments)
 
-    monkeypatch.setattr("replay.runner.replayer.prepare_actor_inputs", lay_out_others)
+    replace_layout(monkeypatch, lay_out_others)
     records, verdict = replay(job[0], tmp_path, "--no-step", *flags)
     assert [each.window for each in records] == [0] * 3 + [3] * 3 + [6] * 3
     norms = {each.index: each.result.grad_norm for each in records if each.result.grad_norm is not None}

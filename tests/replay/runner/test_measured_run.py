@@ -13,9 +13,10 @@ from actor_init.schedule_and_norm import compute_total_norm
 from replay.command_line.cli import main
 from replay.objective.objective import compute_negated_mean
 from replay.runlog.records import PassRecord
-from replay.runner.meter import HostInstrument, Meter
+from replay.runner.meter import HostInstrument
 from tests.helpers.made_time import at_the_meter
 from tests.helpers.read_logs import read_log
+from tests.helpers.replaced_parts import replace_stand_in_loss
 
 SECONDS = 0.5
 MEGABYTES = 300
@@ -24,7 +25,7 @@ pytestmark = pytest.mark.usefixtures("one_world")
 
 
 def measure_replay(home: Path, monkeypatch: pytest.MonkeyPatch, loss: Callable[..., Tensor]) -> list[PassRecord]:
-    monkeypatch.setattr("replay.runner.replayer.compute_negated_mean", loss)
+    replace_stand_in_loss(monkeypatch, loss)
     arguments = [
         "--dtype",
         "fp32",
@@ -72,8 +73,7 @@ def test_seconds_are_found_in_their_phase(
     place: Any, phase: str, other: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By a clock that stands still but for the work, and on a GPU, too, the host's."""
-    clock = at_the_meter(monkeypatch)
-    monkeypatch.setattr(Meter, "for_device", lambda _: Meter(HostInstrument()))
+    clock = at_the_meter(monkeypatch, lambda _: HostInstrument())
 
     def work() -> None:
         clock.now += SECONDS

@@ -18,6 +18,7 @@ from replay.objective.objective import compute_negated_mean
 from replay.runner.non_finite import NOT_AGAIN, NonFiniteSearch, find_first_non_finite
 from tests.helpers.failing_inputs import folder_of
 from tests.helpers.made_records import record
+from tests.helpers.replaced_parts import replace_opening
 
 DOWN, ATTENTION = "transformer.h.1.mlp.c_proj", "transformer.h.0.attn"
 # Tokens of both rows of each pass, none of them padding.
@@ -58,7 +59,7 @@ def replay_with_fault(
         spoil(backend.model)
         return backend
 
-    monkeypatch.setattr("replay.runner.replayer.open_backend", open_spoilt)
+    replace_opening(monkeypatch, open_spoilt)
     main(["--traceback", "--inputs", str(folder_of(tmp_path, LENGTHS)), "--log-folder", str(tmp_path / "logs"), *typed])
     [log] = (tmp_path / "logs").iterdir()
     lines = [json.loads(line) for line in (log / "rank0.jsonl").read_text().splitlines()]

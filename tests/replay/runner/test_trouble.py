@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from tests.helpers.commands import run
 from tests.helpers.failing_inputs import CONFIG, TOO_LONG, folder_of
 from tests.helpers.made_captures import write_pass
 from tests.helpers.read_logs import read_log
+from tests.helpers.replaced_parts import replace_opening, replace_stand_in_loss
 
 pytestmark = pytest.mark.usefixtures("one_world")
 
@@ -58,7 +59,7 @@ def test_a_crash_in_backward_leaves_no_gradient_behind(
     folder = folder_of(tmp_path, [20, 24, 28])
     _, clean = replay(tmp_path, "--inputs", str(folder), *flags.split())
     breaks_on_second = _break_backward(call=2)
-    monkeypatch.setattr("replay.runner.replayer.compute_negated_mean", breaks_on_second)
+    replace_stand_in_loss(monkeypatch, breaks_on_second)
     code, records = replay(tmp_path, "--inputs", str(folder), *flags.split())
     assert code == 1
     assert [bool(record.error) for record in records] == [False, True, False]
@@ -94,11 +95,8 @@ def _raise(*_: Any) -> None:
 def test_an_actor_that_cannot_be_opened_again_ends_the_run_with_its_report(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def open_once(*arguments: Any) -> Any:
-        monkeypatch.setattr("replay.runner.replayer.open_backend", _raise)
-        return open_backend(*arguments)
-
-    monkeypatch.setattr("replay.runner.replayer.open_backend", open_once)
+    openings: Iterator[Callable[..., Any]] = iter([open_backend, _raise])
+    replace_opening(monkeypatch, lambda *arguments: next(openings)(*arguments))
     code, records = replay(tmp_path, "--inputs", str(folder_of(tmp_path, [20, TOO_LONG, 24])), "--warmup", "0")
     assert code == 1
     assert [bool(record.error) for record in records] == [False, True]
@@ -110,7 +108,7 @@ def test_an_actor_that_cannot_be_opened_again_ends_the_run_with_its_report(
 
 def test_ctrl_c_leaves_what_is_finished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = iter([compute_negated_mean, _interrupt])
-    monkeypatch.setattr("replay.runner.replayer.compute_negated_mean", lambda *arguments: next(calls)(*arguments))
+    replace_stand_in_loss(monkeypatch, lambda *arguments: next(calls)(*arguments))
     code, records = replay(tmp_path, "--inputs", str(folder_of(tmp_path, [20, 22, 24])))
     assert code == 130
     assert len(records) == 1
