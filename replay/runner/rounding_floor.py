@@ -178,7 +178,7 @@ def has_another_kernel(actor: ActorSpec, *, keeps_kernel: bool) -> bool:
     )
 
 
-def _keep_limits(
+def keep_limits(
     floors: Mapping[str, NoiseFloor], spec: ResolvedReplay, variant: ResolvedReplay
 ) -> dict[str, NoiseFloor]:
     """Return those floors that hold for all rounding of a job, also that by other casts, which the variant keeps.
@@ -249,7 +249,7 @@ def measure_floors(
     variant = repeater.make_rounding_variant(compared)
     repeated = repeater.replay_inputs(variant, num_passes)
     has_masks = have_same_masks(repeater.spec, compared, variant, repeated, repeater.dropout)
-    floors = _keep_limits(compute_floors(compared, repeated), repeater.spec, variant) if has_masks else {}
+    floors = keep_limits(compute_floors(compared, repeated), repeater.spec, variant) if has_masks else {}
     if repeater.world.rank == 0:
         _write_floors(folder, key, floors)
     return floors, num_passes
@@ -279,7 +279,7 @@ def measure_step_floors(
         return {}, num_passes
     num_steps = {record.index: record.result.num_steps for record, _, _ in passes}
     measured = {
-        index: _keep_limits(
+        index: keep_limits(
             compute_floors(
                 [replayed_pass for replayed_pass in passes if replayed_pass.record.index <= index], repeated_passes
             ),

@@ -16,9 +16,9 @@ from replay.options.resolved import ChosenBy
 from replay.options.spec import InputsSpec, MeasureSpec
 from replay.runner.rounding_floor import (
     RunRepeater,
-    _keep_limits,
     compute_floors,
     count_passes_to_measure,
+    keep_limits,
     make_rounding_variant,
     measure_step_floors,
 )
@@ -32,6 +32,7 @@ from replay.tolerances.job_bounds import (
     name_signature_floor,
 )
 from replay.verdict.judge import PassEvidence
+from replay.verdict.random_draws import RandomDraws
 from replay.verdict.recorded_pass import ReplayedPass
 from tests.helpers.made_records import record
 from tests.replay.lint.recorded import make_pass as make_recorded_pass
@@ -93,16 +94,23 @@ def test_at_most_four_passes_are_measured_or_one_window(window: int, inputs: int
 
 def make_pass(index: int, loss: float) -> PassEvidence:
     """A pass of one rank, each of which ends with a step."""
-    return PassEvidence(record(index, loss=loss, num_steps=index), None, ReplayedPass())
+    return PassEvidence(record(index, loss=loss, num_steps=index), None, ReplayedPass(draws=NO_DRAWS))
 
 
-def test_behind_the_measured_passes_a_floor_grows_as_the_number_of_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("replay.runner.rounding_floor.have_same_masks", lambda *_: True)
+# A forward without dropout, which leaves the generators where they were.
+NO_DRAWS = RandomDraws(before={"cpu": b"state"}, after={"cpu": b"state"})
+
+
+def make_stepping_spec() -> Any:
+    return SimpleNamespace(actor=ActorSpec(backend="ddp", grad_accumulation=1, packing=False), inputs=InputsSpec())
+
+
+def test_behind_the_measured_passes_a_floor_grows_as_the_number_of_steps() -> None:
     repeater = SimpleNamespace(
-        spec=SimpleNamespace(actor=SimpleNamespace(resolved_grad_accumulation=1)),
+        spec=make_stepping_spec(),
         selection=SimpleNamespace(inputs=range(10)),
         dropout=(),
-        make_rounding_variant=lambda passes: SimpleNamespace(actor=ActorSpec()),
+        make_rounding_variant=lambda passes: make_stepping_spec(),
         replay_inputs=lambda variant, number: [make_pass(index, 2.0 * (1 + 1e-3 * index)) for index in range(number)],
     )
     floors, num_run = measure_step_floors(cast(Any, repeater), [make_pass(index, 2.0) for index in range(10)])
@@ -112,17 +120,16 @@ def test_behind_the_measured_passes_a_floor_grows_as_the_number_of_steps(monkeyp
 
 
 def make_token_pass(index: int, *log_probs: float | None, rank: int = 0) -> PassEvidence:
-    replayed = ReplayedPass(log_probs_at_recorded_positions=log_probs)
+    replayed = ReplayedPass(log_probs_at_recorded_positions=log_probs, draws=NO_DRAWS)
     return PassEvidence(record(index, loss=None, num_steps=index, rank=rank), None, replayed)
 
 
-def test_of_tokens_a_step_lets_the_floor_drift_and_before_it_nothing_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("replay.runner.rounding_floor.have_same_masks", lambda *_: True)
+def test_of_tokens_a_step_lets_the_floor_drift_and_before_it_nothing_does() -> None:
     repeater = SimpleNamespace(
-        spec=SimpleNamespace(actor=SimpleNamespace(resolved_grad_accumulation=1)),
+        spec=make_stepping_spec(),
         selection=SimpleNamespace(inputs=range(10)),
         dropout=(),
-        make_rounding_variant=lambda passes: SimpleNamespace(actor=ActorSpec()),
+        make_rounding_variant=lambda passes: make_stepping_spec(),
         replay_inputs=lambda variant, number: [make_token_pass(i, -0.5 - 1e-3 * (i + 1)) for i in range(number)],
     )
     floors, _ = measure_step_floors(cast(Any, repeater), [make_token_pass(index, -0.5) for index in range(10)])
@@ -163,24 +170,21 @@ def test_a_rows_floor_is_of_its_mean_log_prob_and_no_rank_is_left_out() -> None:
 
 
 @pytest.mark.parametrize(("changed_at", "num_measured"), [(0, 4), (1, 4), (5, 8), (9, 10)])
-def test_passes_behind_a_change_of_what_is_trained_are_measured_too(
-    monkeypatch: pytest.MonkeyPatch, changed_at: int, num_measured: int
-) -> None:
-    monkeypatch.setattr("replay.runner.rounding_floor.have_same_masks", lambda *_: True)
+def test_passes_behind_a_change_of_what_is_trained_are_measured_too(changed_at: int, num_measured: int) -> None:
     frozen = [int(index < changed_at) for index in range(10)]
     passes = [
         PassEvidence(
             record(index, loss=2.0, num_steps=index),
             make_recorded_pass(number=index, weights=make_samples(make_sample(), num_frozen=number)),
-            ReplayedPass(),
+            ReplayedPass(draws=NO_DRAWS),
         )
         for index, number in enumerate(frozen)
     ]
     repeater = SimpleNamespace(
-        spec=SimpleNamespace(actor=SimpleNamespace(resolved_grad_accumulation=1)),
+        spec=make_stepping_spec(),
         selection=SimpleNamespace(inputs=range(10)),
         dropout=(),
-        make_rounding_variant=lambda passes: SimpleNamespace(actor=ActorSpec()),
+        make_rounding_variant=lambda passes: make_stepping_spec(),
         replay_inputs=lambda variant, number: [make_pass(index, 2.0) for index in range(number)],
     )
     assert measure_step_floors(cast(Any, repeater), passes)[1] == num_measured
@@ -202,7 +206,7 @@ def test_of_a_users_model_in_bf16_the_sums_over_rows_alone_are_limits(
     spec, variant = (SimpleNamespace(actor=ActorSpec(backend="fsdp2", dtype=d, **own)) for d in (dtype, other_dtype))
     measured = NoiseFloor(value=0.1, num_values=9)
     floors = {TOKENS_RMS: measured, name_signature_floor("w"): measured}
-    kept = _keep_limits(floors, cast(Any, spec), cast(Any, variant))
+    kept = keep_limits(floors, cast(Any, spec), cast(Any, variant))
     assert kept == (floors if keeps_all else {name_signature_floor("w"): replace(measured, is_least=True)})
 
 

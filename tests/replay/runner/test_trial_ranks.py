@@ -6,10 +6,15 @@ from typing import Any
 
 import pytest
 
-from replay.runner import trials
 from replay.runner.trial_ranks import OwnTrial, join_ranks
+from replay.runner.trials import run_trials
+from replay.tolerances.job_bounds import LOSS
 from replay.verdict.causes.cause import CauseName
 from replay.verdict.causes.trial import TrialMatch
+from replay.verdict.judge import PassEvidence
+from replay.verdict.recorded_pass import ReplayedPass
+from tests.helpers.made_records import record
+from tests.helpers.made_verdicts import make_verdict
 from tests.helpers.thread_ranks import CPU, call_on_ranks
 
 AGREES, BETTER, NOT = (
@@ -55,14 +60,10 @@ def test_a_hypothesis_has_to_hold_on_each_rank_that_is_wrong(
 @pytest.mark.parametrize(
     ("has_pass", "are_tried"), [([True, True], True), ([True, False], False), ([False, True], False)]
 )
-def test_a_pass_that_a_rank_does_not_have_is_tried_on_none(
-    has_pass: list[bool], are_tried: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_pass_that_a_rank_does_not_have_is_tried_on_none(has_pass: list[bool], are_tried: bool) -> None:
     """With uneven inputs. A rank that tried it alone would wait for the others in its first forward."""
-    monkeypatch.setattr(trials, "find_pass_to_try", lambda *_, **__: 3)
-    monkeypatch.setattr(trials, "may_have_other_weights", lambda *_: False)
-    passes: Any = [
-        SimpleNamespace(record=SimpleNamespace(index=index, rank=rank))
+    passes = [
+        PassEvidence(record(index, rank=rank), None, ReplayedPass())
         for rank, is_there in enumerate(has_pass)
         for index in ((2, 3) if is_there else (2,))
     ]
@@ -74,6 +75,6 @@ def test_a_pass_that_a_rank_does_not_have_is_tried_on_none(
 
     def try_on_rank(world: Any) -> bool:
         repeater: Any = SimpleNamespace(spec=spec, world=world)
-        return trials.run_trials(repeater, passes, nothing, nothing) is not None
+        return run_trials(repeater, passes, make_verdict((3, LOSS, None)), nothing) is not None
 
     assert call_on_ranks(try_on_rank, [CPU] * 2) == [are_tried] * 2

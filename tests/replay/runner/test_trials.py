@@ -13,7 +13,6 @@ from actor_init.inputs.packing import ActorInputs
 from capture import capture_files, recording
 from capture.file_format.capture_file import read_call
 from replay.command_line.cli import main as replay_main
-from replay.runner import replayer
 from replay.runner.run_pass import prepare_actor_inputs
 from replay.runner.trials import (
     find_pass_to_try,
@@ -22,12 +21,12 @@ from replay.runner.trials import (
 )
 from replay.tolerances.job_bounds import GRADIENT, LOSS
 from replay.verdict.causes.cause import CauseName
-from replay.verdict.findings import VerdictSettings, judge_number
-from replay.verdict.judge import PassEvidence, judge
-from replay.verdict.outcomes import Outcome, PassVerdict, Verdict
+from replay.verdict.judge import PassEvidence
 from replay.verdict.recorded_pass import RecordedPass, ReplayedPass, WeightComparison
 from tests.broken_jobs import faults
 from tests.helpers.made_records import record
+from tests.helpers.made_verdicts import make_verdict
+from tests.helpers.replaced_parts import replace_layout
 from tests.trainers.common import make_batches, make_model
 
 Break = Callable[[Any], None]
@@ -193,7 +192,7 @@ def test_a_replay_that_errs_itself_is_told_from_a_broken_job(
         return replace(inputs, position_ids=inputs.position_ids * 2)
 
     job = train(tmp_path, lambda model: None)
-    monkeypatch.setattr(replayer, "prepare_actor_inputs", prepare_wrongly)
+    replace_layout(monkeypatch, prepare_wrongly)
 
     verdict = replay(job, tmp_path / "logs")
 
@@ -209,30 +208,6 @@ def test_a_sound_job_runs_no_trial(tmp_path: Path, one_world: None, capsys: pyte
 
 
 # Which pass is run again
-
-
-def make_verdict(*judged: tuple[int, str, int | None]) -> Verdict:
-    """A verdict with a finding for each pass or window: its index, the wrong number (or none), the job's step."""
-    settings = VerdictSettings(dtype="float32", num_layers=2, num_data_ranks=1, grad_accumulation=1)
-    verdicts = [
-        PassVerdict(
-            index=index,
-            source="a.pkl",
-            rank=0,
-            outcome=Outcome.DIFFERS if name else Outcome.REPRODUCED,
-            reason=None,
-            findings=[judge_number(name or LOSS, 1.0, 1.0, difference=0.1 if name else 0.0, bound=1e-5)],
-            first_index=None if step is None else index,
-            optimizer_step=step,
-        )
-        for index, name, step in judged
-    ]
-    empty = judge([], settings)
-    passes = [verdict for verdict in verdicts if not verdict.is_window]
-    windows = [verdict for verdict in verdicts if verdict.is_window]
-    return Verdict(
-        **{**{name: getattr(empty, name) for name in Verdict.__slots__}, "passes": passes, "windows": windows}
-    )
 
 
 def make_passes(count: int) -> list[PassEvidence]:
