@@ -43,7 +43,7 @@ def compute_compiled_log_probs(
     if lengths is CompileLengths.DYNAMIC:
         for tensor in (logits_TV, target_T):
             torch._dynamo.maybe_mark_dynamic(tensor, 0)
-    loss_T = _compile_losses(lengths)(logits_TV, target_T)
+    loss_T = compile_losses(lengths)(logits_TV, target_T)
     return -loss_T[predictor_N]
 
 
@@ -53,7 +53,8 @@ def _place_targets(num_tokens: int, predictor_N: Tensor, target_ids_N: Tensor) -
 
 
 @cache
-def _compile_losses(lengths: CompileLengths) -> Callable[[Tensor, Tensor], Tensor]:
+def compile_losses(lengths: CompileLengths) -> Callable[[Tensor, Tensor], Tensor]:
+    """Return the compiled loss of each token of whole logits, the same one for the whole process."""
     return compile_function(_compute_losses, lengths)
 
 

@@ -64,7 +64,7 @@ def find_frozen_in_job(
         for facts in all_facts
         if facts.recording == first_call.recording and facts.trains
     ]
-    later = _date_changes(stated, checker.names, rounds)
+    later = date_changes(stated, checker.names, rounds)
     first_forward_with_other_trained_parameters = (
         sorted(later)[1] if later and not _can_change_frozen(spec.actor) else None
     )
@@ -97,7 +97,7 @@ def _list_frozen_first(facts: ModelFacts, names: Collection[str]) -> frozenset[s
     return frozenset(name for name, entry in entries.items() if entry is not None and not entry[1]["trained"])
 
 
-def _date_changes(
+def date_changes(
     stated: Sequence[ModelFacts], names: Collection[str], rounds: Sequence[InputRound]
 ) -> dict[int, frozenset[str]]:
     """Return what was frozen, by the first forward of a step; empty where that is not known of all changes.
@@ -114,7 +114,7 @@ def _date_changes(
 def _date_changes_of_rank(
     facts: ModelFacts, names: Collection[str], rounds: Sequence[InputRound]
 ) -> dict[int, frozenset[str]]:
-    """Return what `_date_changes` does, from the facts of one rank."""
+    """Return what `date_changes` does, from the facts of one rank."""
     # The recorder looks at so many modules in a pass, in turn, so that it notes a change up to so many passes late.
     num_modules = len({name.rpartition(".")[0] for name in names})
     num_late = -(-num_modules // NUM_A_PASS) - 1

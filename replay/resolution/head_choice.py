@@ -62,13 +62,20 @@ def choose_head(
         elif needs_whole:
             choice = _choose_whole(actor, needs_whole, why_whole_logits)
         else:
-            choice = _choose_from_job(first_call) or _choose_by_bytes(actor, spec.measure, source, selection, world)
+            choice = _choose_from_job(first_call) or choose_by_bytes(
+                actor,
+                spec.measure,
+                source,
+                selection,
+                num_data_ranks=world.num_data_ranks,
+                device_bytes=measure_device_bytes(world.device),
+            )
         if choice.value is not Head.WHOLE:
             if needs_whole:
                 form = HeadForm(kind=Head.WHOLE, why=needs_whole)
             else:
                 form = head_probe.probe_head(source.config, world.device)
-            choice = _allow(choice, form, _find_liger_obstacle(spec.measure, actor, form, liger_lack))
+            choice = _allow(choice, form, find_liger_obstacle(spec.measure, actor, form, liger_lack))
             if choice.value is not Head.WHOLE:
                 return replace(form, kind=choice.value, why=_explain(choice)), choice
         compiled, lack = _choose_loss_compiler(actor, choice.by, first_call, world.device)
@@ -155,7 +162,7 @@ def _choose_loss_compiler(
     return CompileLengths.DYNAMIC if was_compiled else None, ""
 
 
-def _find_liger_obstacle(
+def find_liger_obstacle(
     measure: MeasureSpec, actor: ActorSpec, form: HeadForm, lack: str | None
 ) -> tuple[ChosenBy, str] | None:
     """Return what is against Liger's loss, and who decides so; None if it can be had.
@@ -177,15 +184,24 @@ def _find_liger_obstacle(
     return None
 
 
-def _choose_by_bytes(
-    actor: ActorSpec, measure: MeasureSpec, source: ModelSource, selection: Selection, world: World
+def choose_by_bytes(
+    actor: ActorSpec,
+    measure: MeasureSpec,
+    source: ModelSource,
+    selection: Selection,
+    *,
+    num_data_ranks: int,
+    device_bytes: int,
 ) -> ResolvedChoice:
-    """Choose whole logits if those of the largest pass are predicted to fit beside what the model holds."""
+    """Choose whole logits if those of the largest pass are predicted to fit beside what the model holds.
+
+    device_bytes  the memory that a rank may count on
+    """
     needed = predict_logits_bytes(actor, source, selection)
-    declared = compute_declared_bytes(source.config, actor, measure, world.num_data_ranks)
+    declared = compute_declared_bytes(source.config, actor, measure, num_data_ranks)
     # Of a model with an adapter no backend declares what its trained parts take, which is little.
     held = declared[HolderKind.WEIGHTS] if source.adapter is not None else sum(declared.values())
-    left = max(0, _measure_device_bytes(world.device) - held)
+    left = max(0, device_bytes - held)
     fits = needed < LOGITS_SHARE * left
     comparison = f"{'less' if fits else 'more'} than half of the {format_gibibytes(left)} GiB that the model leaves"
     why = f"the captures do not show the job's; whole logits {'take' if fits else 'would take'}"
@@ -209,7 +225,7 @@ def predict_logits_bytes(actor: ActorSpec, source: ModelSource, selection: Selec
     return most_tokens / actor.parallel.ring * token_bytes
 
 
-def _measure_device_bytes(device: torch.device) -> int:
+def measure_device_bytes(device: torch.device) -> int:
     """Return the memory of a GPU, or this process's share of the host's."""
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)

@@ -65,7 +65,7 @@ WHY_KERNEL_OF_PROBE = "packed documents stay apart with it, and not with the ker
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _KernelAndLayout:
+class KernelAndLayout:
     """The attention kernel and the layout of rows, before and after the probe of the model.
 
     actor_before_probe  options of the actor with the kernel that was typed, or else the job's, if this can be had here;
@@ -151,7 +151,7 @@ def resolve(
     ]
     choices = [
         *_list_job_choices(job_choices, actor_with_head, probed.layout),
-        _explain_attention(probed, kernel_name, typed.actor),
+        explain_attention(probed, kernel_name, typed.actor),
         *_explain_model(spec_with_steps, model_source),
         head_choice,
         *_list_choices_left_to_actor(actor_with_head),
@@ -206,7 +206,7 @@ def _choose_kernel_and_layout(
     selection: Selection,
     first_call: CapturedCall | None,
     world: World,
-) -> _KernelAndLayout:
+) -> KernelAndLayout:
     """Choose the attention kernel that was typed, else the job's, if it can be had here, and probe the model with it.
 
     If rows are to be packed, the probe tells whether documents stay apart with this kernel. If they do not, and the
@@ -230,7 +230,7 @@ def _choose_kernel_and_layout(
     keeps_padding = selection.must_keep_padding and not is_packing_typed and not layout.packs
     if keeps_padding and not layout.why_unusual:
         layout = replace(layout, why_unusual=WHY_PADDING_IS_KEPT)
-    return _KernelAndLayout(
+    return KernelAndLayout(
         actor_before_probe=actor_before_probe,
         actor=actor,
         layout=layout,
@@ -315,7 +315,7 @@ def explain_whole_logits(spec: ReplayParts, objective: Objective | None) -> str:
     return f"--loss {objective.loss} may ask for them" if objective and objective.needs_whole_logits else ""
 
 
-def _explain_attention(probed: _KernelAndLayout, kernel_name: str, typed_actor: ActorSpec) -> ResolvedChoice:
+def explain_attention(probed: KernelAndLayout, kernel_name: str, typed_actor: ActorSpec) -> ResolvedChoice:
     """Tell who chose the attention kernel, and why."""
     # `before.attention` is still `auto` if nobody typed a kernel and `choose_job_kernel` did not take the job's. So is
     # `after.attention`, unless the probe took another kernel.

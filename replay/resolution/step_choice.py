@@ -80,13 +80,23 @@ def choose_steps(
     checker  of the source's weights
     """
     recorded = None if first_call is None else first_call.weights
-    has_other_weights = spec.measure.step is StepMode.AUTO and any(
-        world.gather(bool(checker.check(recorded).differing))
-    )
+    has_other_weights = may_follow_other_weights(spec.measure.step, checker, recorded, world)
     choice: StepChoice = world.broadcast_from_rank0(
         _choose_on_rank(spec, source, checker, selection, first_call, world, has_other_weights)
     )
     return choice
+
+
+def may_follow_other_weights(
+    mode: StepMode, checker: WeightChecker, recorded: ParameterSamples | None, world: World
+) -> bool:
+    """Are the weights on any rank not those of the job's first pass here, where nobody typed whether to step?
+
+    All ranks must call this, and get the same: each has samples of a part of the parameters.
+
+    recorded  the samples of the first pass
+    """
+    return mode is StepMode.AUTO and any(world.gather(bool(checker.check(recorded).differing)))
 
 
 def _choose_on_rank(

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from capture.file_format.model_facts import ModelFacts
-from replay.resolution.frozen_parameters import _date_changes
+from replay.resolution.frozen_parameters import date_changes
 from tests.replay.resolution.test_job_windows import make_pass, make_round
 
 NAMES = ["embed.weight", "norm.weight", "head.weight"]
@@ -23,7 +23,7 @@ def make_facts(later: Mapping[int, Sequence[str]], rank: int = 0) -> ModelFacts:
 
 
 def date(later: Mapping[int, Sequence[str]], names: Sequence[str] = NAMES) -> dict[int, frozenset[str]]:
-    return _date_changes([make_facts(later)], names, ROUNDS)
+    return date_changes([make_facts(later)], names, ROUNDS)
 
 
 def test_parameters_are_frozen_and_thawed_at_steps() -> None:
@@ -49,6 +49,6 @@ def test_ranks_that_trained_other_parameters_are_not_followed() -> None:
     rounds = [
         make_round(*(make_pass(forward, forward // 2, rank=rank, ranks=2) for rank in range(2))) for forward in range(6)
     ]
-    assert sorted(_date_changes([facts, replace(facts, rank=1)], NAMES, rounds)) == [0, 2]
-    assert _date_changes([facts, make_facts({4: []}, rank=1)], NAMES, rounds) == {}
-    assert _date_changes([facts, make_facts({}, rank=1)], NAMES, rounds) == {}
+    assert sorted(date_changes([facts, replace(facts, rank=1)], NAMES, rounds)) == [0, 2]
+    assert date_changes([facts, make_facts({4: []}, rank=1)], NAMES, rounds) == {}
+    assert date_changes([facts, make_facts({}, rank=1)], NAMES, rounds) == {}

@@ -24,11 +24,11 @@ from actor_init.spec import Head, UsageError
 from actor_init.world import World
 from capture import note, recording
 from replay.command_line.cli import main as replay_main
-from replay.options.resolved import HEAD, ChosenBy, ResolvedChoice
-from replay.profiling.profile_records import HolderKind
+from replay.options.resolved import HEAD, ChosenBy, ResolvedChoice, ResolvedReplay
+from replay.profiling.memory_advice import compute_declared_bytes
 from replay.resolution import head_choice
 from replay.resolution.resolve import choose_loss, resolve
-from replay.resolution.selection import read_first_call, select
+from replay.resolution.selection import Selection, read_first_call, select
 from tests.helpers.liger_on_a_cpu import liger_on_a_cpu, losses
 from tests.helpers.replay_worker import graphs_alone
 from tests.helpers.typed import spec_of
@@ -251,13 +251,17 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return recorded
 
 
-def choose(world: World, folder: Path, *typed: str) -> tuple[Any, ResolvedChoice]:
-    """The form of a replay of these inputs, and the choice that `--explain` prints."""
+def resolve_inputs(world: World, folder: Path, *typed: str) -> tuple[ResolvedReplay, Selection]:
     spec = spec_of(["--inputs", str(folder), *typed])
     selection = select(spec.inputs, 0, 1, grad_accumulation=spec.actor.grad_accumulation)
     first_call = read_first_call(selection)
     loss = choose_loss(spec, selection, first_call)
-    resolved = resolve(spec, selection, first_call, world, loss, None)
+    return resolve(spec, selection, first_call, world, loss, None), selection
+
+
+def choose(world: World, folder: Path, *typed: str) -> tuple[Any, ResolvedChoice]:
+    """The form of a replay of these inputs, and the choice that `--explain` prints."""
+    resolved, _ = resolve_inputs(world, folder, *typed)
     [choice] = [choice for choice in resolved.choices if choice.setting == HEAD]
     assert resolved.actor.head is choice.value
     return resolved.source.head, choice
@@ -306,20 +310,27 @@ def test_liger_s_loss_is_refused_where_it_cannot_be_had(
 def test_liger_s_loss_knows_no_scale_of_logits() -> None:
     scaled = HeadForm(kind=Head.LIGER, steps=(LogitStep(function="mul", numbers=(0.125,)),))
     actor, measure = spec_of(["--backend", "fsdp2"]).actor, spec_of([]).measure
-    obstacle = head_choice._find_liger_obstacle(measure, actor, scaled, None)
+    obstacle = head_choice.find_liger_obstacle(measure, actor, scaled, None)
     assert obstacle == (ChosenBy.MODEL, "does not know what the model does to its logits (mul 0.125)")
 
 
 @pytest.mark.parametrize(("spare", "form"), [(1, Head.WHOLE), (0, Head.CHUNKS)])
 def test_a_form_that_nobody_knows_is_chosen_by_bytes(
-    spare: int, form: Head, folders: dict[str, Path], world: World, monkeypatch: pytest.MonkeyPatch
+    spare: int, form: Head, folders: dict[str, Path], world: World
 ) -> None:
     """By hand: 24 tokens of 64 logits, two in fp32 and two in the compute dtype, which is fp32."""
-    needed, held = 24 * 64 * (4 + 4 + 4 + 4), 10_000
-    monkeypatch.setattr(head_choice, "_measure_device_bytes", lambda device: held + 2 * needed + spare)
-    monkeypatch.setattr(head_choice, "compute_declared_bytes", lambda *given: {HolderKind.WEIGHTS: held})
-    chosen, choice = choose(world, folders["outputs not recorded"], "--dtype", "fp32")
-    assert (chosen.kind, choice.by) == (form, ChosenBy.MACHINE)
+    needed = 24 * 64 * (4 + 4 + 4 + 4)
+    resolved, selection = resolve_inputs(world, folders["outputs not recorded"], "--dtype", "fp32")
+    held = int(sum(compute_declared_bytes(resolved.source.config, resolved.actor, resolved.measure, 1).values()))
+    choice = head_choice.choose_by_bytes(
+        resolved.actor,
+        resolved.measure,
+        resolved.source,
+        selection,
+        num_data_ranks=1,
+        device_bytes=held + 2 * needed + spare,
+    )
+    assert (choice.value, choice.by) == (form, ChosenBy.MACHINE)
     assert ("less than half" in choice.why, "more than half" in choice.why) == (form is Head.WHOLE, form is Head.CHUNKS)
 
 
@@ -335,10 +346,10 @@ def test_bytes_are_those_of_the_largest_pass(folders: dict[str, Path]) -> None:
 
 def test_a_process_counts_on_its_share_of_its_own_host_s_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """Four of eight ranks on two hosts share the memory of this one."""
-    monkeypatch.setattr(os, "sysconf", {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": 1000}.__getitem__)
     monkeypatch.setenv("WORLD_SIZE", "8")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    assert head_choice._measure_device_bytes(torch.device("cpu")) == 4096 * 1000 // 4
+    host_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    assert head_choice.measure_device_bytes(torch.device("cpu")) == host_bytes // 4
 
 
 @pytest.mark.parametrize(
@@ -414,7 +425,7 @@ def test_a_loss_is_compiled_where_the_job_s_was_and_where_blocks_are(
     words = ["--backend", "fsdp2", "--inputs", str(tmp_path / "inputs"), "--model", str(tmp_path / "model")]
     words += [*typed.split(), "--loss", "sft", "--verdict", "strict", "--log-folder", str(tmp_path / "logs")]
     with graphs_alone(), patch.object(whole_logits, "compile_function", wraps=compile_function) as compiles:
-        whole_logits._compile_losses.cache_clear()
+        whole_logits.compile_losses.cache_clear()
         assert replay_main(words) == 0
     is_compiled = typed != "--trace"
     assert compiles.called == is_compiled

@@ -36,9 +36,9 @@ from replay.options.spec import MeasureSpec, ReplaySpec, StepMode
 from replay.resolution.job_defaults import choose_from_job, choose_job_kernel
 from replay.resolution.resolve import (
     WHY_KERNEL_OF_PROBE,
-    _explain_attention,
-    _KernelAndLayout,
+    KernelAndLayout,
     choose_loss,
+    explain_attention,
     resolve,
 )
 from replay.resolution.selection import Selection, read_first_call, select
@@ -59,11 +59,15 @@ def world() -> Iterator[World]:
         yield world
 
 
-def resolve_typed(world: World, *typed: str, max_inputs: int = 1) -> ResolvedReplay:
-    """The sample's replay under these options."""
+def resolve_typed(
+    world: World, *typed: str, max_inputs: int = 1, outputs: dict[str, Any] | None = None
+) -> ResolvedReplay:
+    """The sample's replay under these options, as if its first pass had had these outputs besides its own."""
     spec = spec_of([*typed, "--max-inputs", str(max_inputs)])
     selection = select(spec.inputs, 0, 1, grad_accumulation=spec.actor.grad_accumulation)
     first_call = read_first_call(selection)
+    if outputs is not None and first_call is not None:
+        first_call = replace(first_call, outputs={**first_call.outputs, **outputs})
     loss = choose_loss(spec, selection, first_call)
     return resolve(spec, selection, first_call, world, loss, None)
 
@@ -113,13 +117,12 @@ def test_what_to_type_for_the_same_run_leaves_to_the_machine_what_it_chose(world
 
 
 def make_half_call(**environment: str) -> CapturedCall:
-    outputs = {"logits": SimpleNamespace(dtype="float16")}
+    outputs = {"logits_dtype": "float16"}
     known: dict[str, Any] = {"weights": None, "routes": {}, "trains": True, "random": {}, "random_after": {}}
     return cast(CapturedCall, SimpleNamespace(environment=environment, tensors={}, outputs=outputs, **known))
 
 
-def test_the_machine_chooses_where_it_cannot_do_what_the_job_did(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("replay.resolution.job_defaults.list_job_dtypes", lambda call: ["float16"])
+def test_the_machine_chooses_where_it_cannot_do_what_the_job_did() -> None:
     on_cpu, on_cuda = (
         choose_from_job(ReplaySpec(), make_half_call(), SELECTION, device)[0] for device in ("cpu", "cuda")
     )
@@ -130,20 +133,16 @@ def test_the_machine_chooses_where_it_cannot_do_what_the_job_did(monkeypatch: py
 
 
 @pytest.mark.parametrize("backend", ["fsdp2", "ddp"])
-def test_a_job_s_fp16_is_taken_on_a_cpu_where_the_backend_has_it(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("replay.resolution.job_defaults.list_job_dtypes", lambda call: ["float16"])
+def test_a_job_s_fp16_is_taken_on_a_cpu_where_the_backend_has_it(backend: str) -> None:
     spec = ReplaySpec(actor=ActorSpec(backend=backend))
     chosen = choose_from_job(spec, make_half_call(), SELECTION, "cpu")[0]
     assert (chosen.value, chosen.by) == (Dtype.FP16, ChosenBy.JOB)
 
 
-def test_the_steps_of_a_job_in_fp16_are_taken_on_a_cpu_where_the_backend_has_it(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("replay.resolution.step_choice.list_job_dtypes", lambda call: ["float16"])
-
+def test_the_steps_of_a_job_in_fp16_are_taken_on_a_cpu_where_the_backend_has_it(world: World) -> None:
     def explain_steps(*typed: str) -> str:
-        return next(choice.why for choice in resolve_typed(world, *typed).choices if choice.setting == STEP)
+        replay = resolve_typed(world, *typed, outputs={"logits_dtype": "float16"})
+        return next(choice.why for choice in replay.choices if choice.setting == STEP)
 
     # The sample's steps cannot be followed for another reason, which is asked for last.
     why = "the job computed in float16, and DeepSpeed has no fp16 on a CPU. Try: --backend fsdp2"
@@ -155,10 +154,10 @@ def test_the_steps_of_a_job_in_fp16_are_taken_on_a_cpu_where_the_backend_has_it(
 def test_the_reason_for_a_ring_s_kernel_is_true_on_each_device(device: str) -> None:
     spec = ActorSpec(parallel=ParallelSpec(ring=2)).with_defaults()
     kernel = choose_job_kernel(spec, None, torch.device(device), tiny_config("llama"))
-    probed = _KernelAndLayout(
+    probed = KernelAndLayout(
         actor_before_probe=spec, actor=spec, layout=Layout(packs=True), attention_reason=kernel.why
     )
-    choice = _explain_attention(probed, "ring_fa2", spec)
+    choice = explain_attention(probed, "ring_fa2", spec)
     assert (choice.by, choice.why) == (
         ChosenBy.MACHINE,
         "the fastest of a ring's kernels that can be had here",

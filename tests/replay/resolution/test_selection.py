@@ -7,10 +7,8 @@ from typing import Any
 import pytest
 
 from actor_init.spec import UsageError
-from capture.file_format.capture_file import CapturedCall, read_call
 from replay.options.option_parsing import format_error_with_flags
 from replay.options.spec import InputOrder, InputsSpec, Passes
-from replay.resolution import selection
 from replay.resolution.selection import Selection, select
 from tests.helpers.made_captures import damage, write_end, write_pass, write_passes, write_recordings
 
@@ -139,17 +137,14 @@ def test_shuffling_depends_on_the_seed_alone_and_deals_one_list_to_all(tmp_path:
     assert sorted(other.inputs) == sorted(expected)
 
 
-def test_only_as_many_files_are_read_as_are_replayed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    paths = write_passes(tmp_path, {0: "rttttt"})
-    read: list[Path] = []
-
-    def note_read(path: Path) -> CapturedCall:
-        read.append(path)
-        return read_call(path)
-
-    monkeypatch.setattr(selection, "read_call", note_read)
-    assert select(InputsSpec(inputs=tmp_path, max_inputs=2), 0, 1).inputs == paths[0][1:3]
-    assert read == paths[0][:3]
+def test_only_as_many_files_are_read_as_are_replayed(tmp_path: Path) -> None:
+    [paths] = write_passes(tmp_path, {0: "rttttt"}).values()
+    for path in paths[3:]:
+        path.write_bytes(b"no capture")
+    chosen = select(InputsSpec(inputs=tmp_path, max_inputs=2), 0, 1)
+    assert (chosen.inputs, chosen.damaged) == (paths[1:3], [])
+    # One more would have been noticed.
+    assert len(select(InputsSpec(inputs=tmp_path, max_inputs=3), 0, 1).damaged) == 3
 
 
 def test_a_damaged_file_is_named_and_the_others_are_chosen(tmp_path: Path) -> None:

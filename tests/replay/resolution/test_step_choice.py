@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 
-from replay.options.resolved import ChosenBy
 from replay.options.spec import StepMode
-from replay.resolution import step_choice
-from replay.resolution.step_choice import StepChoice, choose_steps
+from replay.resolution.selection import Selection
+from replay.resolution.step_choice import choose_steps, may_follow_other_weights
 from tests.helpers.thread_ranks import CPU, call_on_ranks
+from tests.helpers.typed import spec_of
 
 
 @pytest.mark.parametrize(
@@ -26,24 +26,24 @@ from tests.helpers.thread_ranks import CPU, call_on_ranks
     ],
 )
 def test_weights_that_differ_on_one_rank_are_other_weights_on_all(
-    mode: StepMode, differing: list[tuple[str, ...]], has_other_weights: bool, monkeypatch: pytest.MonkeyPatch
+    mode: StepMode, differing: list[tuple[str, ...]], has_other_weights: bool
 ) -> None:
     """A rank has samples of a part of the parameters alone."""
-    known_on_ranks: list[bool] = []
 
-    def choose_on_rank(*others: Any) -> StepChoice:
-        *_, world, has_other = others
-        known_on_ranks.append(has_other)
-        return StepChoice(mode=mode, by=ChosenBy.TYPED, why=f"rank {world.rank}")
+    def ask(world: Any) -> bool:
+        checker: Any = SimpleNamespace(check=lambda _: SimpleNamespace(differing=differing[world.rank]))
+        return may_follow_other_weights(mode, checker, None, world)
 
-    monkeypatch.setattr(step_choice, "_choose_on_rank", choose_on_rank)
-    spec: Any = SimpleNamespace(measure=SimpleNamespace(step=mode))
+    assert call_on_ranks(ask, [CPU] * len(differing)) == [has_other_weights] * len(differing)
+
+
+@pytest.mark.parametrize("modes", [(StepMode.OFF, StepMode.ON), (StepMode.ON, StepMode.OFF)])
+def test_all_ranks_take_what_the_first_one_chose(modes: tuple[StepMode, StepMode]) -> None:
+    selection = Selection(inputs=[], num_left_out_passes=0, num_left_over=0, damaged=[], dealing="")
     nothing: Any = None
 
-    def choose(world: Any) -> str:
-        checker: Any = SimpleNamespace(check=lambda _: SimpleNamespace(differing=differing[world.rank]))
-        return choose_steps(spec, nothing, checker, nothing, None, world).why
+    def choose(world: Any) -> StepMode:
+        spec: Any = spec_of(["--step" if modes[world.rank] is StepMode.ON else "--no-step"])
+        return choose_steps(spec, nothing, nothing, selection, None, world).mode
 
-    # All take what the first rank chose.
-    assert call_on_ranks(choose, [CPU] * len(differing)) == ["rank 0"] * len(differing)
-    assert known_on_ranks == [has_other_weights] * len(differing)
+    assert call_on_ranks(choose, [CPU] * 2) == [modes[0]] * 2
