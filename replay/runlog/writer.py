@@ -58,10 +58,10 @@ def add_log_folder_note(interruption: KeyboardInterrupt, folder: Path) -> None:
     interruption.add_note(f"What ran is in {folder}. replay.open({str(folder)!r}) reads it")
 
 
-def list_versions() -> dict[str, str | None]:
-    """Return the versions of python and of every package that affects results; None if one is not installed."""
+def list_versions(packages: Sequence[str] = PACKAGES) -> dict[str, str | None]:
+    """Return the versions of python and of `packages`, those that affect results; None if one is not installed."""
     versions_by_name: dict[str, str | None] = {"python": platform.python_version()}
-    return versions_by_name | {package: _find_version(package) for package in PACKAGES}
+    return versions_by_name | {package: _find_version(package) for package in packages}
 
 
 @cache

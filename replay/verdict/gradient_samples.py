@@ -50,18 +50,21 @@ def sample_gradients(
     gradients: Iterable[tuple[str, Tensor]],
     samples: Mapping[str, Sequence[Sample]],
     signatures: Mapping[str, Sequence[GradientSignature]],
+    *,
+    batch_bytes: int = BATCH_BYTES,
 ) -> GradientSamples:
     """Take the norms and sizes of whole gradients, and the elements that the job sampled.
 
     All ranks have to call it together, since iterating over a backend's `gradients` gathers each of them.
 
     samples, signatures  of the job, by the name that the parameter has in the replay
+    batch_bytes          how much of the gradients is held whole at a time
     """
     norms: dict[str, Tensor] = {}
     sizes: dict[str, int] = {}
     values: dict[tuple[str, int], Tensor] = {}
     signed: dict[tuple[str, int], Tensor] = {}
-    for batch in batch_by_size(gradients):
+    for batch in batch_by_size(gradients, batch_bytes=batch_bytes):
         norms |= zip(batch, measure_norms(batch.values()), strict=True)
         for name, gradient in batch.items():
             sizes[name] = gradient.numel()
@@ -80,14 +83,16 @@ def sample_gradients(
     )
 
 
-def batch_by_size(tensors: Iterable[tuple[KeyT, Tensor]]) -> Iterator[dict[KeyT, Tensor]]:
-    """Put tensors together, by key, until they have BATCH_BYTES: each may have been gathered from all ranks."""
+def batch_by_size(
+    tensors: Iterable[tuple[KeyT, Tensor]], *, batch_bytes: int = BATCH_BYTES
+) -> Iterator[dict[KeyT, Tensor]]:
+    """Put tensors together, by key, until they have `batch_bytes`: each may have been gathered from all ranks."""
     batch: dict[KeyT, Tensor] = {}
     num_bytes = 0
     for name, tensor in tensors:
         batch[name] = tensor
         num_bytes += tensor.numel() * tensor.element_size()
-        if num_bytes >= BATCH_BYTES:
+        if num_bytes >= batch_bytes:
             yield batch
             batch, num_bytes = {}, 0
     if batch:

@@ -68,7 +68,7 @@ def compare_stepped_weights(
             if compared_pass.record.result.num_steps == number + 1 and _is_step_of_job(compared_pass, window)
             for sample in compared_pass.replayed.weights_before_pass
         ]
-        finding = _compare(samples, window, settings)
+        finding = judge_stepped_samples(samples, window, settings)
         if frozen is not None and (finding is None or finding.status is not FindingStatus.DIFFERS):
             finding = frozen
         if finding is not None:
@@ -102,9 +102,13 @@ def _judge_frozen(changes: Sequence[FrozenChange], window: Sequence[ComparedPass
     )
 
 
-def _compare(
+def judge_stepped_samples(
     samples: Sequence[SteppedSample], window: Sequence[ComparedPass], settings: VerdictSettings
 ) -> Finding | None:
+    """Judge how far the weights went in the step of the window, by the sample that is farthest from the replay's.
+
+    None without a gradient that tells which samples moved by more than rounding.
+    """
     gradient = next((member.replayed.gradient for member in window if member.replayed.gradient is not None), None)
     if gradient is None:
         return None

@@ -44,7 +44,7 @@ def list_training_remarks(passes: Sequence[PassEvidence], verdict: Verdict, *, i
     steps = [(LABEL, remark) for remark in remarks]
     # What ranks that began with other weights differ in besides follows from that.
     began_apart = any(finding.name == WEIGHTS_OF_RANKS for window in verdict.windows for finding in window.findings)
-    of_ranks = [] if began_apart else _compare_ranks(passes) or _compare_forwards_of_ranks(passes, verdict.passes)
+    of_ranks = [] if began_apart else compare_ranks(passes) or compare_forwards_of_ranks(passes, verdict.passes)
     return [
         *_check_labels(verdict),
         *of_ranks,
@@ -89,7 +89,7 @@ def _name_pass(record: PassRecord, window: Sequence[PassEvidence]) -> str:
     return f"pass {record.index + 1}" + (f" of rank {record.rank}" if has_ranks else "")
 
 
-def _compare_ranks(passes: Sequence[PassEvidence]) -> Pairs:
+def compare_ranks(passes: Sequence[PassEvidence]) -> Pairs:
     """Say so where two ranks of the job that hold whole models had other weights, or other gradients, at one step."""
     whole = [
         recorded
@@ -110,7 +110,7 @@ def _compare_ranks(passes: Sequence[PassEvidence]) -> Pairs:
     return [("ranks", f"the job's ranks had different {what} step {step}: {text}") for step, what, text in by_step]
 
 
-def _compare_forwards_of_ranks(passes: Sequence[PassEvidence], judged_passes: Sequence[PassVerdict]) -> Pairs:
+def compare_forwards_of_ranks(passes: Sequence[PassEvidence], judged_passes: Sequence[PassVerdict]) -> Pairs:
     """Say so where at the first wrong step every forward of some ranks is wrong, and none of the other ranks'."""
     verdicts = {(judged.index, judged.rank): judged for judged in judged_passes}
     is_wrong: dict[int, dict[int, set[bool]]] = {}

@@ -10,7 +10,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from capture.file_format.optimizer_state import StateSample
 from capture.file_format.optimizer_step import Sample
-from replay.verdict import gradient_samples
 from replay.verdict.gradient_samples import copy_elements, fetch_together, sample_gradients
 from replay.verdict.state_samples import sample_states
 
@@ -47,11 +46,8 @@ def test_a_copy_of_elements_keeps_no_whole_tensor() -> None:
 
 
 @pytest.mark.parametrize("batch_bytes", [1, 50, 2**20])
-def test_norms_and_elements_are_those_of_each_gradient_however_many_are_held(
-    batch_bytes: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(gradient_samples, "BATCH_BYTES", batch_bytes)
-    sampled = sample_gradients(make_tensors(5).items(), {"w1": [W1]}, {})
+def test_norms_and_elements_are_those_of_each_gradient_however_many_are_held(batch_bytes: int) -> None:
+    sampled = sample_gradients(make_tensors(5).items(), {"w1": [W1]}, {}, batch_bytes=batch_bytes)
     assert sampled.norms == {
         f"w{index}": pytest.approx(math.sqrt(sum((element + index) ** 2 for element in range(6))), rel=1e-15)
         for index in range(5)

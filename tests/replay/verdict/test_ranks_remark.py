@@ -11,7 +11,7 @@ from replay.verdict.findings import judge_number
 from replay.verdict.judge import PassEvidence
 from replay.verdict.outcomes import Outcome
 from replay.verdict.recorded_pass import WeightComparison
-from replay.verdict.training_remarks import _compare_forwards_of_ranks, _compare_ranks, describe_weighting
+from replay.verdict.training_remarks import compare_forwards_of_ranks, compare_ranks, describe_weighting
 from tests.replay.verdict.causes.made_evidence import NAMES, draw_gradients, make_verdict, make_window, scale_gradients
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -25,7 +25,7 @@ def compare(*ranks: Mapping[str, Sequence[float]], compared: Sequence[str] = NAM
         PassEvidence(each.record, replace(each.recorded, weight_comparison=weights), each.replayed)
         for each in make_window(ranks, SOUND)
     ]
-    return [text for _, text in _compare_ranks(passes)]
+    return [text for _, text in compare_ranks(passes)]
 
 
 def test_ranks_with_one_gradient_have_no_remark() -> None:
@@ -52,7 +52,7 @@ def test_gradients_that_were_averaged_behind_their_recording_are_not_called_not_
             ]
             recorded = replace(member.recorded, weight_comparison=weights, samples=samples)
             passes.append(PassEvidence(member.record, recorded, member.replayed))
-    [(_, text)] = _compare_ranks(passes)
+    [(_, text)] = compare_ranks(passes)
     assert text.startswith("the job's ranks had different gradients, and the same weights after it, in step 1")
 
 
@@ -63,7 +63,7 @@ def test_weights_that_differ_are_shown_with_digits_that_differ() -> None:
         sample = Sample(name=NAMES[0], dtype="float32", shape=(4,), start=0, values=(1.0, value))
         recorded = replace(member.recorded, weight_comparison=WeightComparison(compared=tuple(NAMES)), samples=[sample])
         passes.append(PassEvidence(member.record, recorded, member.replayed))
-    [(_, text)] = _compare_ranks(passes)
+    [(_, text)] = compare_ranks(passes)
     assert text.endswith("element 1, is 0.9989 on rank 0 and 0.99890001 on rank 1")
 
 
@@ -93,8 +93,10 @@ def test_a_window_of_two_ranks_is_weighed_whole() -> None:
     assert describe_weighting(nearly) == []
     # A loss by the weights that the job gave its tokens has weighed them already.
     weighted = [
-        each._replace(
-            recorded=None if each.recorded is None else replace(each.recorded, has_job_weights_of_tokens=True)
+        PassEvidence(
+            each.record,
+            None if each.recorded is None else replace(each.recorded, has_job_weights_of_tokens=True),
+            each.replayed,
         )
         for each in passes
     ]
@@ -123,7 +125,7 @@ def test_ranks_of_which_each_forward_is_wrong_are_named(
         finding = judge_number("loss", 1.0, 1.0 if is_right else 2.0, difference=0.0 if is_right else 1.0, bound=1e-4)
         outcome = Outcome.REPRODUCED if is_right else Outcome.DIFFERS
         verdicts.append(replace(make_verdict(index, [finding]), rank=rank, outcome=outcome))
-    remarks = _compare_forwards_of_ranks(passes, verdicts)
+    remarks = compare_forwards_of_ranks(passes, verdicts)
     assert [text.partition(" differ ")[0] for _, text in remarks] == (
         [f"before step 1 the forwards of {wrong}"] if wrong else []
     )

@@ -12,7 +12,7 @@ from replay.verdict.findings import FindingStatus, VerdictSettings, judge_number
 from replay.verdict.gradient_findings import ComparedPass
 from replay.verdict.gradient_samples import GradientSamples
 from replay.verdict.recorded_pass import RecordedPass, ReplayedPass, SteppedSample, WeightComparison
-from replay.verdict.stepped_weights import _compare, compare_stepped_weights, measure_drift
+from replay.verdict.stepped_weights import compare_stepped_weights, judge_stepped_samples, measure_drift
 from tests.helpers.made_records import record
 
 BEGIN = (0.5, -0.5, 0.25, 1.0)
@@ -55,7 +55,7 @@ def make_pass(
 
 
 def compare(*samples: SteppedSample, settings: VerdictSettings = SETTINGS, **norms: float) -> Any:
-    return _compare(samples, [make_pass(0, norms=norms)], settings)
+    return judge_stepped_samples(samples, [make_pass(0, norms=norms)], settings)
 
 
 def test_the_same_update_agrees() -> None:
