@@ -81,7 +81,7 @@ class DDPBackend(TorchBackend):
         configure_model(model, spec)
         materialise(model, source.weights, world.device, on_progress=on_progress)
         for module in list(model.modules()):
-            _cast_own_weights(module, compute_dtype)
+            cast_own_weights(module, compute_dtype)
         if spec.compile is Compile.BLOCKS:
             compile_blocks((block for _, block in find_blocks(model)), lengths=spec.compile_lengths)
         optimizer = make_optimizer(
@@ -176,7 +176,7 @@ class DDPBackend(TorchBackend):
         write_model(folder, self.source.config, self.spec.dtype, self.model, lambda tensor: tensor)
 
 
-def _cast_own_weights(module: nn.Module, dtype: torch.dtype) -> None:
+def cast_own_weights(module: nn.Module, dtype: torch.dtype) -> None:
     """Make `module.forward` compute with its own parameters cast to `dtype`.
 
     The parameters and their gradients keep their dtype: a cast's backward casts back. This is done per module rather

@@ -37,10 +37,10 @@ def _batch(setup: Setup, generator: torch.Generator, longer: int) -> Batch:
         prompts = [2, 1 + longer % 6, 4]
     if not setup.has_prompts:
         prompts = [0] * NUM_ROWS
-    return _padded(setup, generator, lengths, prompts)
+    return pad_texts(setup, generator, lengths, prompts)
 
 
-def _padded(setup: Setup, generator: torch.Generator, lengths: list[int], prompts: list[int]) -> Batch:
+def pad_texts(setup: Setup, generator: torch.Generator, lengths: list[int], prompts: list[int]) -> Batch:
     width = max(lengths)
     ids_BS = torch.full((len(lengths), width), PADDING)
     mask_BS = torch.zeros_like(ids_BS)

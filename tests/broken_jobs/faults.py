@@ -196,7 +196,7 @@ def labels_everywhere(model: Any) -> None:
 
 def labels_on_other_side() -> None:
     """The tokenizer pads on the left, and whoever makes the labels on the right."""
-    pad = batches._padded
+    pad = batches.pad_texts
 
     def changed(setup: Setup, generator: torch.Generator, lengths: list[int], prompts: list[int]) -> dict[str, Tensor]:
         batch = pad(setup, generator, lengths, prompts)
@@ -204,18 +204,18 @@ def labels_on_other_side() -> None:
         labels = [row_S.roll(length - width) for row_S, length in zip(batch["labels"], lengths, strict=True)]
         return {**batch, "labels": torch.stack(labels)}
 
-    batches._padded = changed
+    batches.pad_texts = changed
 
 
 def mask_inverted() -> None:
     """The collator calls padding real, and the texts padding."""
-    pad = batches._padded
+    pad = batches.pad_texts
 
     def changed(setup: Setup, generator: torch.Generator, lengths: list[int], prompts: list[int]) -> dict[str, Tensor]:
         batch = pad(setup, generator, lengths, prompts)
         return {**batch, "attention_mask": 1 - batch["attention_mask"]}
 
-    batches._padded = changed
+    batches.pad_texts = changed
 
 
 def labels_of_prompts_too(model: Any) -> None:

@@ -42,12 +42,12 @@ def batches_changed(change: Callable[[Batch], Batch]) -> ProcessPatch:
     """What the data loader gives is changed, which the job takes for what it should be."""
 
     def breaks() -> None:
-        pad = batches._padded
+        pad = batches.pad_texts
 
         def changed(setup: Setup, generator: torch.Generator, lengths: list[int], prompts: list[int]) -> Batch:
             return change(pad(setup, generator, lengths, prompts))
 
-        batches._padded = changed
+        batches.pad_texts = changed
 
     return breaks
 

@@ -3,7 +3,7 @@
 Shape letters: B rows, S tokens a row, A columns of the action mask (the last tokens of each row).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -100,17 +100,19 @@ def train(
     notes: tuple[str, ...] = ("advantages", "action_mask", "old_log_probs", "ref_log_probs"),
     settings: dict[str, Any] | None = None,
     seed: int = 0,
+    rollouts: Sequence[dict[str, Tensor]] | None = None,
 ) -> Path:
     """Train for four passes, `num_passes` to a step at learning rate 0; `folder/model` has the weights.
 
     weigh        what is differentiated, of a pass's loss and its number
     notes_first  note before the forward; else behind it
+    rollouts     None: those that `make_rollouts` makes of the seed
     """
     model: Any = make_model(folder, saves=False).train()
     model.save_pretrained(folder / "model")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     with recording(model, folder / "captures", **(settings or {"reproduce": True})) as recorder:
-        for number, rollout in enumerate(make_rollouts(seed)):
+        for number, rollout in enumerate(make_rollouts(seed) if rollouts is None else rollouts):
             with torch.no_grad():
                 now_BA, _ = log_probs_of(model, rollout)
             noted = {

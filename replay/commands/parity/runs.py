@@ -95,7 +95,7 @@ def _begin_campaign(
     plan = merge_plans(
         [
             plan_matrix(settings, shared, context, partial(arrange_settings, matrix)),
-            *_plan_edges(matrix, shared, spec, context),
+            *plan_edges(matrix, shared, spec, context),
         ]
     )
     if environments:
@@ -109,7 +109,7 @@ def _begin_campaign(
     return Campaign.begin("parity", spec.measure.log_folder, plan, arguments=words, machine=machine)
 
 
-def _plan_edges(
+def plan_edges(
     matrix: str, shared: Mapping[str, Any], spec: ReplaySpec, context: MatrixContext
 ) -> Iterator[ParityPlan]:
     """Plan the runs of edge shapes: the same model and options on inputs that ship with the project.

@@ -186,18 +186,18 @@ def test_a_group_has_names_references_and_a_ground_of_its_own() -> None:
 
 
 def test_matrices_without_a_file_run_the_edge_shapes_too(tmp_path: Path) -> None:
-    from replay.commands.parity.runs import _plan_edges
+    from replay.commands.parity.runs import plan_edges
 
     spec = build_replay_spec({"dtype": "fp32", "model": "somewhere"})
     here = MatrixContext(device="cpu", num_devices=2, num_inputs=8, config=CONFIG, must_pack=False)
-    plans = list(_plan_edges("quick", {"dtype": "fp32", "model": "somewhere"}, spec, here))
+    plans = list(plan_edges("quick", {"dtype": "fp32", "model": "somewhere"}, spec, here))
     assert [{cell.group for cell in plan.cells} for plan in plans] == [{"edge rows"}, {"edge documents"}]
     rows, documents = ([cell.spec for cell in plan.cells] for plan in plans)
     assert {spec.actor.packing for spec in rows} == {True, False}
     assert {spec.actor.packing for spec in documents} == {True}
     assert {spec.actor.model for spec in [*rows, *documents]} == {"somewhere"}
     few = MatrixContext(device="cpu", num_devices=2, num_inputs=8, config=LlamaConfig(vocab_size=20), must_pack=False)
-    said = [reason for plan in _plan_edges("quick", {}, spec, few) for reason in plan.refused.values()]
+    said = [reason for plan in plan_edges("quick", {}, spec, few) for reason in plan.refused.values()]
     assert [reason.partition(" go up to ")[0] for reason in said] == ["their token ids"] * 2
     assert all(reason.endswith("and the model's vocabulary is of 20") for reason in said)
-    assert list(_plan_edges(str(tmp_path), {}, spec, here)) == []
+    assert list(plan_edges(str(tmp_path), {}, spec, here)) == []

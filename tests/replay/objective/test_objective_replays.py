@@ -211,12 +211,11 @@ def test_what_was_not_noted_is_named_before_the_model_is_opened(
 
 
 def test_action_tokens_without_a_log_prob_are_counted_where_the_loss_differs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ) -> None:
     """A loop that gives padding an advantage has another loss, and the reason is said."""
     rollouts = [rollout | {"action_mask": torch.ones_like(rollout["action_mask"])} for rollout in make_rollouts()]
-    monkeypatch.setattr("tests.helpers.policy_job.make_rollouts", lambda _: rollouts)
-    job = train(tmp_path / "job")
+    job = train(tmp_path / "job", rollouts=rollouts)
     _, run = run_replay(job, tmp_path / "logs", "--loss", "policy")
     verdict = run["verdict"]
     assert verdict["outcome"] == "UNSETTLED"

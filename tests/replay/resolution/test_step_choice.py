@@ -1,7 +1,7 @@
 """Ranks choose together whether and how the optimizer steps."""
 
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -40,10 +40,10 @@ def test_weights_that_differ_on_one_rank_are_other_weights_on_all(
 @pytest.mark.parametrize("modes", [(StepMode.OFF, StepMode.ON), (StepMode.ON, StepMode.OFF)])
 def test_all_ranks_take_what_the_first_one_chose(modes: tuple[StepMode, StepMode]) -> None:
     selection = Selection(inputs=[], num_left_out_passes=0, num_left_over=0, damaged=[], dealing="")
-    nothing: Any = None
+    source, checker = cast(Any, None), cast(Any, SimpleNamespace(names=()))
 
     def choose(world: Any) -> StepMode:
         spec: Any = spec_of(["--step" if modes[world.rank] is StepMode.ON else "--no-step"])
-        return choose_steps(spec, nothing, nothing, selection, None, world).mode
+        return choose_steps(spec, source, checker, selection, None, world).mode
 
     assert call_on_ranks(choose, [CPU] * 2) == [modes[0]] * 2

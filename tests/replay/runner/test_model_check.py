@@ -10,7 +10,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
 
-from actor_init.backends.ddp import _cast_own_weights
+from actor_init.backends.ddp import cast_own_weights
 from actor_init.model import build_on_meta, find_model, make_trainable, materialise
 from actor_init.spec import ActorSpec
 from capture import recording
@@ -35,7 +35,7 @@ def compare(model: Any, *, merged: bool = False) -> list[ModelDifference]:
     make_trainable(actor, source)
     materialise(actor, source.weights, torch.device("cpu"))
     for module in list(actor.modules()):
-        _cast_own_weights(module, torch.bfloat16)
+        cast_own_weights(module, torch.bfloat16)
     job = collect_model_facts(model, forward=0, trains=True).to_model_facts()
     return compare_models([job], describe_own_model(source, actor, adapters, job))
 
