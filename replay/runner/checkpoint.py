@@ -82,16 +82,18 @@ def load_state_weights(spec: ResolvedReplay, source: ModelSource, world: World, 
     return replace(source, weights=StateWeights(folder=folder, num_steps=state.num_steps))
 
 
-def find_state_to_load(spec: StateSpec) -> Path | None:
+def find_state_to_load(spec: StateSpec, *, torch_version: str = torch.__version__) -> Path | None:
     """Return the folder of --load-state; if it holds the states of --save-every, that of the latest.
 
     Raises UsageError for a torch whose `torch.load`, which the libraries read a state with, runs code from a file. The
     states that --resume finds are the run's own.
+
+    torch_version  of the installed torch
     """
     folder = spec.load_state
-    if folder is not None and TorchVersion(torch.__version__) < SAFE_LOAD_VERSION:
+    if folder is not None and TorchVersion(torch_version) < SAFE_LOAD_VERSION:
         why = (
-            f"needs torch {SAFE_LOAD_VERSION} or later, and {torch.__version__} is installed: its torch.load can run "
+            f"needs torch {SAFE_LOAD_VERSION} or later, and {torch_version} is installed: its torch.load can run "
             "code from a file (CVE-2025-32434, CVE-2026-24747)"
         )
         advice = f"Try: {Setting('model')} with what {Setting('save_model')} wrote"

@@ -317,13 +317,13 @@ class Replayer:
             # A user's code may call sys.exit. Then the pass fails, but the run must not end without a report.
             exit_error = RuntimeError(f"sys.exit({error.code!r}) was called").with_traceback(error.__traceback__)
             failed_record = replace(record, error=str(exit_error), error_type="SystemExit")
-            return PassEvidence(self._count_failed_pass(failed_record), recorded_pass, ReplayedPass()), exit_error
+            return PassEvidence(self.count_failed_pass(failed_record), recorded_pass, ReplayedPass()), exit_error
         except Exception as error:
             message = join_lines(format_error_with_flags(error))
             failed_record = replace(record, error=message, error_type=type(error).__name__)
-            return PassEvidence(self._count_failed_pass(failed_record), recorded_pass, ReplayedPass()), error
+            return PassEvidence(self.count_failed_pass(failed_record), recorded_pass, ReplayedPass()), error
 
-    def _count_failed_pass(self, record: PassRecord) -> PassRecord:
+    def count_failed_pass(self, record: PassRecord) -> PassRecord:
         """Count a failed pass too: its window ends where it would have ended without the failure.
 
         If `run_pass` succeeded, and only its results could not be collected, the pass is counted already. Returns the

@@ -144,7 +144,7 @@ class Reruns:
             errors.extend([error] if error is not None else [])
             return error is None
 
-        self._restore_window(records, index)
+        self.restore_window(records, index)
         device = self.world.device
         file = self.folder / f"rank{self.world.rank}.profile.json.gz"
         rank = profile_pass(run, self.replayer.reopenable_actor.backend.model, self.spec.actor, device, file)
@@ -159,10 +159,10 @@ class Reruns:
 
     def _snapshot_highest_peak(self, records: Sequence[PassRecord]) -> tuple[MemoryPeak | None, str]:
         """Run the pass that ran out of memory, else that with the highest peak, with the history of its allocations."""
-        if (index := _find_highest_peak(records, self.world.device.type)) is None:
+        if (index := find_highest_peak(records, self.world.device.type)) is None:
             return None, "unknown: no pass finished"
         source = self.inputs[index].name
-        self._restore_window(records, index)
+        self.restore_window(records, index)
         finished_before = [
             record for record in records if (record.index, record.rank, record.error) == (index, self.world.rank, None)
         ]
@@ -260,7 +260,7 @@ class Reruns:
                 print_table(out, build_holder_table(memory))
                 print_pairs(out, list_memory_remarks(memory))
 
-    def _restore_window(self, records: Sequence[PassRecord], index: int) -> None:
+    def restore_window(self, records: Sequence[PassRecord], index: int) -> None:
         """Bring the accumulation window, with its gradient, to where it was before pass `index` ran first."""
         self.replayer.reopen_after_failure()
         if not self.spec.measure.backward or self.spec.actor.resolved_grad_accumulation == 1:
@@ -303,7 +303,7 @@ class Reruns:
             self.watch.stop_all(error)
 
 
-def _find_highest_peak(records: Sequence[PassRecord], device_type: str) -> int | None:
+def find_highest_peak(records: Sequence[PassRecord], device_type: str) -> int | None:
     """Return the pass that ran out of memory, else that with the highest peak; of equal ones on a CPU the largest."""
     failed_indices = [record.index for record in records if record.ran_out_of_memory]
     finished = [record for record in records if record.error is None]

@@ -21,8 +21,10 @@ CPU = torch.device("cpu")
 class Threads:
     """A world whose ranks are threads of this process."""
 
-    def __init__(self, world_size: int) -> None:
+    def __init__(self, world_size: int, limit: float = LIMIT) -> None:
+        """Make the ranks; one that waits for another gives up after `limit` seconds."""
         self.world_size = world_size
+        self._limit = limit
         self._values: dict[int, Any] = {}
         self._barrier = threading.Barrier(world_size)
 
@@ -31,9 +33,9 @@ class Threads:
 
     def exchange(self, rank: int, value: Any) -> list[Any]:
         self._values[rank] = value
-        self._barrier.wait(LIMIT)
+        self._barrier.wait(self._limit)
         values = [self._values[r] for r in range(self.world_size)]
-        self._barrier.wait(LIMIT)
+        self._barrier.wait(self._limit)
         return values
 
 
@@ -46,9 +48,14 @@ class _Thread:
         self.broadcast_from_rank0: Callable[[Any], Any] = lambda value: threads.exchange(rank, value)[0]
 
 
-def call_on_ranks(function: Callable[[Any], Any], devices: Sequence[torch.device]) -> list[Any]:
-    """Call `function` with the world of each rank, and return what it returned or raised there."""
-    threads = Threads(len(devices))
+def call_on_ranks(
+    function: Callable[[Any], Any], devices: Sequence[torch.device], *, limit: float = LIMIT
+) -> list[Any]:
+    """Call `function` with the world of each rank, and return what it returned or raised there.
+
+    limit  seconds after which ranks that do not meet in the same exchange give up
+    """
+    threads = Threads(len(devices), limit)
     results: dict[int, Any] = {}
 
     def call(rank: int) -> None:
@@ -61,7 +68,7 @@ def call_on_ranks(function: Callable[[Any], Any], devices: Sequence[torch.device
     for worker in workers:
         worker.start()
     for worker in workers:
-        worker.join(LIMIT)
+        worker.join(limit)
     return [results[rank] for rank in range(len(devices))]
 
 

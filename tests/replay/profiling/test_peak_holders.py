@@ -24,7 +24,8 @@ from replay.profiling.peak_holders import (
 from replay.profiling.profile_records import Holder, HolderKind, MemoryPeak, MemoryProfile
 from replay.profiling.snapshot_peak import AllocatorEvent, PythonFrame, SegmentBlock, Snapshot, find_snapshot_peak
 from replay.profiling.text import build_holder_table, list_memory_remarks
-from replay.runner.meter import Meter
+from replay.runner.meter import HostInstrument
+from tests.helpers.made_time import at_the_meter
 
 GATHERING: list[PythonFrame] = [
     {"filename": "/site/torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py", "line": 1, "name": "gather"}
@@ -250,8 +251,8 @@ def test_a_users_own_model_has_the_usual_head() -> None:
 def test_a_device_without_the_counters_is_refused_in_a_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # As on macOS.
-    monkeypatch.setattr(Meter, "read_held_bytes", lambda _: None)
+    # As on macOS, which has no /proc.
+    at_the_meter(monkeypatch, lambda _: HostInstrument(tmp_path / "proc"))
 
     assert main(["--memory-snapshot", "--log-folder", str(tmp_path)]) == 2
 

@@ -34,7 +34,7 @@ def test_weights_that_differ_on_one_rank_are_other_weights_on_all(
         checker: Any = SimpleNamespace(check=lambda _: SimpleNamespace(differing=differing[world.rank]))
         return may_follow_other_weights(mode, checker, None, world)
 
-    assert call_on_ranks(ask, [CPU] * len(differing)) == [has_other_weights] * len(differing)
+    assert call_on_ranks(ask, [CPU] * len(differing), limit=60) == [has_other_weights] * len(differing)
 
 
 @pytest.mark.parametrize("modes", [(StepMode.OFF, StepMode.ON), (StepMode.ON, StepMode.OFF)])
@@ -46,4 +46,4 @@ def test_all_ranks_take_what_the_first_one_chose(modes: tuple[StepMode, StepMode
         spec: Any = spec_of(["--step" if modes[world.rank] is StepMode.ON else "--no-step"])
         return choose_steps(spec, source, checker, selection, None, world).mode
 
-    assert call_on_ranks(choose, [CPU] * 2) == [modes[0]] * 2
+    assert call_on_ranks(choose, [CPU] * 2, limit=60) == [modes[0]] * 2

@@ -84,7 +84,7 @@ def test_a_pass_that_failed_after_it_ran_is_counted_once_and_has_its_window_too(
         _is_pass_counted=is_counted,
         _must_reopen=False,
     )
-    failed = Replayer._count_failed_pass(cast(Any, replayer), record(3))
+    failed = Replayer.count_failed_pass(cast(Any, replayer), record(3))
     assert (failed.window, window.num_passes_ended, window.is_incomplete) == (3, 1, not is_counted)
 
 

@@ -18,7 +18,7 @@ from replay.objective.objective import compute_negated_mean
 from replay.runner.non_finite import NOT_AGAIN, NonFiniteSearch, find_first_non_finite
 from tests.helpers.failing_inputs import folder_of
 from tests.helpers.made_records import record
-from tests.helpers.replaced_parts import replace_opening
+from tests.helpers.replaced_parts import replace_opening, replace_stand_in_loss
 
 DOWN, ATTENTION = "transformer.h.1.mlp.c_proj", "transformer.h.0.attn"
 # Tokens of both rows of each pass, none of them padding.
@@ -151,7 +151,7 @@ def test_in_fp16_no_gradient_is_named_since_it_overflows_in_healthy_runs(
     def spoil(model: nn.Module) -> None:
         model.get_submodule(ATTENTION).register_forward_hook(spoil_gradient)
 
-    monkeypatch.setattr("replay.runner.replayer.compute_negated_mean", loss)
+    replace_stand_in_loss(monkeypatch, loss)
     lines, _ = replay_with_fault(tmp_path, monkeypatch, spoil, "--backend", "ddp", "--dtype", "fp16")
     assert [line["first_non_finite"] for line in lines] == [None, NOT_AGAIN, None]
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from replay.runlog.records import PassRecord
-from replay.runner.reruns import Reruns, _find_highest_peak
+from replay.runner.reruns import Reruns, find_highest_peak
 from tests.helpers.made_records import cost, record
 from tests.helpers.made_replays import MadeReplay
 from tests.helpers.typed import spec_of
@@ -85,13 +85,13 @@ def test_a_pass_that_runs_once_more_finds_the_window_as_it_was(
     kinds: str, index: int, before: list[int], rank: int
 ) -> None:
     replayer = WindowReplayer(3)
-    make_reruns(replayer, rank=rank)._restore_window(make_passes(kinds, 3), index)
+    make_reruns(replayer, rank=rank).restore_window(make_passes(kinds, 3), index)
     assert (replayer.ended, replayer.open_passes) == ([], before)
 
 
 def test_a_window_that_the_run_left_open_is_filled_and_ends_first() -> None:
     replayer = WindowReplayer(4, open_passes=[4, 5])
-    make_reruns(replayer)._restore_window(make_passes("tttttt", 4), 2)
+    make_reruns(replayer).restore_window(make_passes("tttttt", 4), 2)
     assert (replayer.ended, replayer.open_passes) == ([[4, 5, 5, 5]], [0, 1])
 
 
@@ -102,14 +102,14 @@ def test_a_window_that_began_behind_a_shorter_one_begins_there_again() -> None:
         replace(one, window=0 if one.index < 2 else 2, result=replace(one.result, grad_norm=None))
         for one in make_passes("ttttt", 3)
     ]
-    make_reruns(replayer)._restore_window(records, 4)
+    make_reruns(replayer).restore_window(records, 4)
     assert replayer.open_passes == [2, 3]
 
 
 @pytest.mark.parametrize("typed", [("--no-backward",), ()])
 def test_without_windows_nothing_runs_before(typed: tuple[str, ...]) -> None:
     replayer = WindowReplayer(3 if typed else 1)
-    make_reruns(replayer, *typed)._restore_window(make_passes("tttt", 3), 2)
+    make_reruns(replayer, *typed).restore_window(make_passes("tttt", 3), 2)
     assert (replayer.ended, replayer.open_passes) == ([], [])
 
 
@@ -136,4 +136,4 @@ def make_peak(index: int, peak: float, fed_tokens: int = 80, **changes: Any) -> 
 def test_the_pass_to_look_at_is_that_with_the_highest_peak(
     records: list[PassRecord], on_cuda: int | None, on_cpu: int | None
 ) -> None:
-    assert (_find_highest_peak(records, "cuda"), _find_highest_peak(records, "cpu")) == (on_cuda, on_cpu)
+    assert (find_highest_peak(records, "cuda"), find_highest_peak(records, "cpu")) == (on_cuda, on_cpu)

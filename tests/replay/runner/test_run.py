@@ -31,7 +31,7 @@ def test_inputs_that_one_rank_lacks_are_refused_on_all() -> None:
 
         return select_for_loss(ReplaySpec(), world, select_inputs)
 
-    results = call_on_ranks(select_on, [CPU, CPU])
+    results = call_on_ranks(select_on, [CPU, CPU], limit=60)
     says = "on rank 1: --inputs is no folder"
     assert [(type(result), str(result)) for result in results] == [(UsageError, says)] * 2
 
@@ -87,4 +87,4 @@ def test_inputs_are_selected_again_on_all_ranks_or_on_none(
         _, _, chosen = select_for_loss(spec_of(typed), world, select_inputs)
         return chosen.value, chosen.by, counted
 
-    assert call_on_ranks(select_on, [CPU, CPU]) == [(loss, by, losses_counted)] * 2
+    assert call_on_ranks(select_on, [CPU, CPU], limit=60) == [(loss, by, losses_counted)] * 2

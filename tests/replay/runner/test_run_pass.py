@@ -20,6 +20,7 @@ from actor_init.inputs.packing import ActorInputs, prepare_inputs
 from actor_init.schedule_and_norm import StepSettings
 from capture import capture_files, read_micro_batch
 from capture.file_format.tensor_codec import RandomStates
+from capture.record.rng_and_outputs import take_random_snapshot
 from replay.options.spec import find_sample_folder
 from replay.runlog.records import CostSection
 from replay.runner.observers import LossCheck
@@ -508,16 +509,27 @@ def test_a_pass_keeps_no_graph_and_no_logits_of_its_own(events: list[str], input
     assert not outcome.loss.requires_grad
 
 
-def test_random_states_are_those_given_and_the_same_pass_draws_the_same(
-    events: list[str], inputs: PassInputs, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    restored: list[Any] = []
-    monkeypatch.setattr("replay.runner.run_pass.restore_random_states", restored.append)
-    backend: Any = Backend(events)
-    states: RandomStates = {"torch": {"cpu": bytes(3)}}
-    run_pass(backend, replace(inputs, random_states=states))
-    run_pass(backend, inputs)
-    assert restored == [states]
+class DrawingBackend(Backend):
+    """Draws a random number in each forward."""
+
+    def __init__(self, events: list[str]) -> None:
+        super().__init__(events)
+        self.draws: list[float] = []
+
+    def forward(self, inputs: ActorInputs, *, train_mode: bool) -> Tensor:
+        self.draws.append(torch.rand(()).item())
+        return super().forward(inputs, train_mode=train_mode)
+
+
+def test_random_states_are_those_given_and_the_same_pass_draws_the_same(events: list[str], inputs: PassInputs) -> None:
+    """A pass without states leaves the generators as they are."""
+    backend = DrawingBackend(events)
+    torch.manual_seed(5)
+    states = take_random_snapshot().to_plain()
+    first, second = torch.rand(2).tolist()
+    for random_states in (states, states, RandomStates()):
+        run_pass(cast(Any, backend), replace(inputs, random_states=random_states))
+    assert backend.draws == [first, first, second]
 
 
 def find_backend_calls(tree: ast.AST) -> Iterator[str]:

@@ -10,7 +10,6 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-import torch
 
 from actor_init.saving.huggingface import create_whole_folder
 from actor_init.saving.state_file import SavedState
@@ -159,7 +158,7 @@ def read_earlier(
 
 
 @pytest.fixture
-def two_ranks_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def two_ranks_state(tmp_path: Path) -> Path:
     """A state of two ranks, after two windows of two passes each."""
     names = ["ac", "eg", "ik", "mo"]
     records = [
@@ -168,8 +167,23 @@ def two_ranks_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         for rank in range(2)
     ]
     folder = write_log(tmp_path / "step-000002", records)
-    state = SimpleNamespace(world_size=2, tp=1, ring=1, num_inputs=9)
-    monkeypatch.setattr(SavedState, "read", lambda path: state)
+    SavedState(
+        backend="ddp",
+        zero_stage=0,
+        world_size=2,
+        tp=1,
+        ring=1,
+        dtype="fp32",
+        optimizer="adamw",
+        learning_rate=1e-3,
+        lr_warmup_steps=0,
+        max_norm=None,
+        num_steps=2,
+        next_learning_rate=1e-3,
+        num_inputs=9,
+        model={},
+        versions={},
+    ).write(folder)
     return folder
 
 
@@ -205,10 +219,9 @@ def test_a_run_goes_on_only_on_the_inputs_and_ranks_that_it_was_begun_with(
     assert says.format(folder=two_ranks_state) in format_error_with_flags(refusal.value)
 
 
-def test_a_state_is_not_loaded_by_a_torch_that_runs_code_from_files(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_state_is_not_loaded_by_a_torch_that_runs_code_from_files() -> None:
     spec = StateSpec(load_state=Path("runs/a"))
     assert find_state_to_load(spec) == Path("runs/a")
-    monkeypatch.setattr(torch, "__version__", "2.9.1+cu126")
     with pytest.raises(UsageError, match=r"needs torch 2\.10\.0 or later, and 2\.9\.1\+cu126 is installed"):
-        find_state_to_load(spec)
-    assert find_state_to_load(StateSpec()) is None
+        find_state_to_load(spec, torch_version="2.9.1+cu126")
+    assert find_state_to_load(StateSpec(), torch_version="2.9.1+cu126") is None

@@ -77,4 +77,4 @@ def test_a_pass_that_a_rank_does_not_have_is_tried_on_none(has_pass: list[bool],
         repeater: Any = SimpleNamespace(spec=spec, world=world)
         return run_trials(repeater, passes, make_verdict((3, LOSS, None)), nothing) is not None
 
-    assert call_on_ranks(try_on_rank, [CPU] * 2) == [are_tried] * 2
+    assert call_on_ranks(try_on_rank, [CPU] * 2, limit=60) == [are_tried] * 2
