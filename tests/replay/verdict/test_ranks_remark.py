@@ -135,12 +135,12 @@ def test_ranks_of_which_each_forward_is_wrong_are_named(
         for each in passes
         if each.recorded is not None
     ]
-    assert _compare_forwards_of_ranks(sharded, verdicts) == []
+    assert compare_forwards_of_ranks(sharded, verdicts) == []
     unsettled = [
         replace(verdict, outcome=Outcome.UNSETTLED) if verdict.outcome is Outcome.DIFFERS else verdict
         for verdict in verdicts
     ]
-    assert _compare_forwards_of_ranks(passes, unsettled) == []
+    assert compare_forwards_of_ranks(passes, unsettled) == []
 
 
 def test_the_first_step_at_which_ranks_part_is_told() -> None:
@@ -155,5 +155,5 @@ def test_the_first_step_at_which_ranks_part_is_told() -> None:
             finding = judge_number("loss", 1.0, 1.0 + off, difference=off, bound=1e-4)
             outcome = Outcome.DIFFERS if off else Outcome.REPRODUCED
             verdicts.append(replace(make_verdict(index, [finding]), rank=rank, outcome=outcome))
-    [(_, text)] = _compare_forwards_of_ranks(passes, verdicts)
+    [(_, text)] = compare_forwards_of_ranks(passes, verdicts)
     assert text.startswith("before step 3 the forwards of rank 0, rank 1 differ and those of the other ranks do not: ")
