@@ -45,22 +45,31 @@ H, K = 4, 2
 
 @cache
 def is_right(attention: str, where: device) -> bool:
-    """Does the kernel run on `where`, and give the right numbers?"""
+    """Does the kernel of this name run on `where`, and give the right numbers?"""
+    return gives_right_numbers(find_kernel(attention), where)
+
+
+def gives_right_numbers(kernel: AttentionKernel, where: device) -> bool:
+    """Do the forms of a kernel run on `where`, and give the right numbers?"""
     try:
-        return measure_error(attention, where) <= BOUND
+        return measure_kernel_error(kernel, where) <= BOUND
     # A package or a driver may raise an error of any type.
     except Exception:
         return False
 
 
 def measure_error(attention: str, where: device) -> float:
+    """Measure the error of the kernel of this name, as `measure_kernel_error` does."""
+    return measure_kernel_error(find_kernel(attention), where)
+
+
+def measure_kernel_error(kernel: AttentionKernel, where: device) -> float:
     """Measure the largest relative error of the output and the gradients of query, key and value; correct up to BOUND.
 
     Computed in bf16, on PACKED_ROWS, with grouped queries, and on padded rows where the form for them is not
     transformers' own. Raises what the kernel raises.
     """
     register()
-    kernel = find_kernel(attention)
     errors = [_measure_row_error(kernel, where, lengths, head_dim) for lengths, head_dim in PACKED_ROWS]
     # Python's max would drop a NaN that is not the first of them; torch's keeps it.
     return float(torch.stack(errors).max())

@@ -92,9 +92,9 @@ def register() -> None:
             if form.mask_function:
                 AttentionMaskInterface.register(form.name, _import_function(form.mask_function))
     for form in WITH_CUDNN.values():
-        AttentionInterface.register(form.name, _wrap_with_cudnn(_import_function(form.function)))
+        AttentionInterface.register(form.name, wrap_with_cudnn(_import_function(form.function)))
     for form in RING_WITH_CUDNN.values():
-        AttentionInterface.register(form.name, _wrap_ring_with_cudnn(_import_function(form.function)))
+        AttentionInterface.register(form.name, wrap_ring_with_cudnn(_import_function(form.function)))
 
 
 def _import_function(path: str) -> AttentionFunction:
@@ -106,28 +106,36 @@ def _import_function(path: str) -> AttentionFunction:
 
 # The cache is there because dynamo guards on the function's identity: a new object would compile every block again.
 @cache
-def _wrap_with_cudnn(kernel: AttentionFunction) -> AttentionFunction:
-    """Make a kernel for one packed row: cuDNN's where it is one document of LONG tokens or more, else `kernel`."""
+def wrap_with_cudnn(
+    kernel: AttentionFunction, *, dense: AttentionFunction = cudnn_dense, min_length: int = LONG
+) -> AttentionFunction:
+    """Make a kernel for one packed row: `dense`, cuDNN's, where it is one document of `min_length` tokens or more.
+
+    Any other row is for `kernel`.
+    """
 
     def dispatch(
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
     ) -> tuple[Tensor, None]:
-        uses_cudnn = options["cu_seq_lens_q"].shape[0] == 2 and _is_for_cudnn(query, value, LONG)
-        return (cudnn_dense if uses_cudnn else kernel)(module, query, key, value, attention_mask, **options)
+        uses_cudnn = options["cu_seq_lens_q"].shape[0] == 2 and _is_for_cudnn(query, value, min_length)
+        return (dense if uses_cudnn else kernel)(module, query, key, value, attention_mask, **options)
 
     return dispatch
 
 
 @cache
-def _wrap_ring_with_cudnn(kernel: AttentionFunction) -> AttentionFunction:
-    """Make a kernel for slices: cuDNN's where the row is one document of RING_LONG tokens a rank, else `kernel`."""
+def wrap_ring_with_cudnn(kernel: AttentionFunction, *, blocks: AttentionFunction = ring_cudnn) -> AttentionFunction:
+    """Make a kernel for slices: `blocks`, cuDNN's, where the row is one document of RING_LONG tokens a rank.
+
+    Any other row is for `kernel`.
+    """
 
     def dispatch(
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
     ) -> tuple[Tensor, None]:
         ring = options["ring"]
         uses_cudnn = isinstance(ring, RingSlice) and ring.is_zigzag and _is_for_cudnn(query, value, RING_LONG)
-        return (ring_cudnn if uses_cudnn else kernel)(module, query, key, value, attention_mask, **options)
+        return (blocks if uses_cudnn else kernel)(module, query, key, value, attention_mask, **options)
 
     # Both kernels that it chooses from are disabled for the compiler, too.
     disabled: AttentionFunction = torch.compiler.disable(dispatch)

@@ -181,7 +181,7 @@ def ring_sdpa(query: Tensor, key: Tensor, value: Tensor, ring: RingSlice, settin
     Scores with softcap or sinks are computed in full, as SDPA cannot. Raises UsageError for dropout.
     """
     _refuse_what_gathering_lacks(settings, 0, 0)
-    visible_LT = _compute_zigzag_mask(ring) if ring.is_zigzag else _compute_llama3_mask(ring, settings.sliding_window)
+    visible_LT = compute_zigzag_mask(ring) if ring.is_zigzag else compute_llama3_mask(ring, settings.sliding_window)
     group_size = query.shape[1] // key.shape[1]
     outs = []
     head_stride = ring.head_stride or key.shape[1]
@@ -221,11 +221,11 @@ def _attend_in_full(
     return weights[..., : keys.shape[1]] @ values
 
 
-def _compute_zigzag_mask(ring: RingSlice) -> Tensor:
+def compute_zigzag_mask(ring: RingSlice) -> Tensor:
     return ring.local_index_L[:, None] >= ring.index_T[None, :]
 
 
-def _compute_llama3_mask(ring: RingSlice, sliding_window: int | None) -> Tensor:
+def compute_llama3_mask(ring: RingSlice, sliding_window: int | None) -> Tensor:
     """Compute which of the keys first_key .. end_key each of this rank's tokens sees: its document's, up to itself."""
     document_q, document_k = (
         torch.repeat_interleave(torch.arange(len(borders) - 1, device=borders.device), borders.diff())

@@ -1,6 +1,6 @@
 """Choose how rows are fed to a model: as typed, or, where nothing was typed, as the probe shows to be right."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -148,29 +148,43 @@ def _prove_in_ring(spec: ActorSpec, config: PretrainedConfig, world: World, trai
     """
     kernel = choose_kernel_name_on_all_ranks(spec, world, config)
     setting, advice = Setting("ring", spec.parallel.ring), f"Try: no {Setting('ring')}"
-    why = ""
-    for seed in SEEDS:
+    probes: list[Probe] = []
+
+    def find_complaint(seed: int) -> str:
         try:
-            probe = Probe.build(config, world.device, seed, ring=True)
-            error = probe.error(kernel, Layout(packs=True), ring=world.ring_group)
-            why = "" if error <= choose_bound(kernel) else _describe_ring_error(error)
+            probes.append(Probe.build(config, world.device, seed, ring=True))
+            error = probes[-1].error(kernel, Layout(packs=True), ring=world.ring_group)
+            return "" if error <= choose_bound(kernel) else _describe_ring_error(error)
         except NotProvedError as reason:
-            why = f"that could not be proved: {_summarise(reason)}"
+            return f"that could not be proved: {_summarise(reason)}"
         # The model, its kernel and its layers raise any type.
         except Exception as reason:
-            why = explain_no_slice(reason, kernel)
-        why = next(filter(None, world.gather(why)), "")
+            return explain_no_slice(reason, kernel)
+
+    if why := find_complaint_of_ranks(world, find_complaint, SEEDS):
+        why = f"slices packed rows, and {config.model_type} does not keep its slices right: {why}"
+        raise UsageError(setting, why, advice)
+    if trains and "dropout" in find_attention_form(kernel).limits.missing_features and probes[-1].has_dropout(kernel):
+        why = f": {config.model_type}'s attention has dropout in training, and {kernel} has none"
+        raise UsageError(setting, why, advice)
+    return Layout(packs=True)
+
+
+def find_complaint_of_ranks(world: World, find_complaint: Callable[[int], str], seeds: Sequence[int]) -> str:
+    """Try seeds until all ranks are content with one of them; all must call this, and try the same ones.
+
+    A rank that went on alone would wait for the others in the next seed's collectives.
+
+    find_complaint  returns what a rank has against a seed; empty: nothing
+
+    Returns an empty text, or else the first rank's complaint about the last seed.
+    """
+    why = ""
+    for seed in seeds:
+        why = next(filter(None, world.gather(find_complaint(seed))), "")
         if not why:
-            if (
-                trains
-                and "dropout" in find_attention_form(kernel).limits.missing_features
-                and probe.has_dropout(kernel)
-            ):
-                why = f": {config.model_type}'s attention has dropout in training, and {kernel} has none"
-                raise UsageError(setting, why, advice)
-            return Layout(packs=True)
-    why = f"slices packed rows, and {config.model_type} does not keep its slices right: {why}"
-    raise UsageError(setting, why, advice)
+            break
+    return why
 
 
 def _describe_ring_error(error: float) -> str:

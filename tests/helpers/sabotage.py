@@ -132,13 +132,13 @@ def own_keys_alone(world: World) -> Iterator[None]:
     """A ring rank's queries see the keys of its own slice, and none of the others'."""
     from actor_init.attention import ring_attention
 
-    visible = ring_attention._compute_llama3_mask
+    visible = ring_attention.compute_llama3_mask
 
     def own_visible(ring: RingSlice, sliding_window: int | None) -> Tensor:
         keys = torch.arange(ring.first_key, ring.end_key)
         return visible(ring, sliding_window) & (keys >= ring.local_index_L[0])
 
-    with patch.object(ring_attention, "_compute_llama3_mask", own_visible):
+    with patch.object(ring_attention, "compute_llama3_mask", own_visible):
         yield
 
 

@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from types import ModuleType
 from typing import Any, cast
 
@@ -12,18 +13,19 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend
 from transformers import AttentionInterface, GPT2Config, LlamaConfig, MistralConfig, PretrainedConfig, Qwen2Config
 
-from actor_init.attention import cudnn, kernel_choice, kernels
+from actor_init.attention import cudnn, kernel_choice
 from actor_init.attention.cudnn import cudnn_dense, cudnn_packed, cudnn_padded, refuse_padding_between_tokens
 from actor_init.attention.kernel_choice import (
     choose_default_kernel,
     choose_kernel_name,
     choose_kernel_name_on_all_ranks,
 )
-from actor_init.attention.kernels import flash_attn_varlen
+from actor_init.attention.kernels import flash_attn_varlen, wrap_with_cudnn
 from actor_init.attention.ring_attention import ring_flash_attn
 from actor_init.attention.ring_split import RingSlice
 from actor_init.compiling import count_graphs
 from actor_init.declarations.attention import KERNELS, find_attention_form
+from actor_init.declarations.attention.declaration import AttentionKernel
 from actor_init.spec import ActorSpec, Attention, Dtype, ParallelSpec, UsageError
 from tests.helpers.thread_ranks import call_on_ranks
 
@@ -74,6 +76,19 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     kernel_choice.is_right.cache_clear()
 
 
+def register_like_cudnn(packed: Any = cudnn_packed, padded: Any = cudnn_padded) -> AttentionKernel:
+    """Give transformers a kernel that is declared as cuDNN's is and has these functions."""
+    AttentionInterface.register("like_cudnn_packed", packed)
+    AttentionInterface.register("like_cudnn_padded", padded)
+    declared = KERNELS[Attention.CUDNN]
+    assert declared.padded is not None
+    return replace(
+        declared,
+        packed=replace(declared.packed, name="like_cudnn_packed"),
+        padded=replace(declared.padded, name="like_cudnn_padded"),
+    )
+
+
 @pytest.mark.usefixtures("stand_ins")
 @pytest.mark.parametrize("kernel", ["cudnn", "flash"])
 def test_a_kernel_is_called_so_that_documents_stay_apart(kernel: str) -> None:
@@ -91,15 +106,13 @@ def _one_late(borders: Tensor) -> Tensor:
 
 @pytest.mark.usefixtures("stand_ins")
 @pytest.mark.parametrize("wrong", [_whole_row, _one_late])
-def test_a_kernel_with_wrong_borders_is_not_right(
-    wrong: Callable[[Tensor], Tensor], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    right = cudnn._attend_each_document
-    monkeypatch.setattr(
-        cudnn, "_attend_each_document", lambda q, k, v, borders, scale: right(q, k, v, wrong(borders), scale)
-    )
-    assert kernel_choice.measure_error("cudnn", CPU) > 2 * kernel_choice.BOUND
-    assert not kernel_choice.is_right(Attention.CUDNN, CPU)
+def test_a_kernel_with_wrong_borders_is_not_right(wrong: Callable[[Tensor], Tensor]) -> None:
+    def attend(*args: Any, cu_seq_lens_q: Tensor, **more: Any) -> Any:
+        return cudnn_packed(*args, cu_seq_lens_q=wrong(cu_seq_lens_q), **more)
+
+    kernel = register_like_cudnn(packed=attend)
+    assert kernel_choice.measure_kernel_error(kernel, CPU) > 2 * kernel_choice.BOUND
+    assert not kernel_choice.gives_right_numbers(kernel, CPU)
 
 
 class _WrongInBackward(torch.autograd.Function):
@@ -119,26 +132,21 @@ class _WrongInBackward(torch.autograd.Function):
 @pytest.mark.parametrize("factor", [0.5, float("nan")])
 @pytest.mark.parametrize(("longest", "is_wrong"), [(100, True), (839, True), (1100, False)])
 def test_a_kernel_whose_gradients_are_wrong_in_a_long_row_alone_is_not_right(
-    factor: float, longest: int, is_wrong: bool, monkeypatch: pytest.MonkeyPatch
+    factor: float, longest: int, is_wrong: bool
 ) -> None:
-    kernels.register()
-    name = KERNELS[Attention.CUDNN].packed.name
-    right = AttentionInterface()[name]
+    def attend(module: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **more: Any) -> Any:
+        return cudnn_packed(module, query, _WrongInBackward.apply(key, factor, longest), value, *args, **more)
 
-    def kernel(module: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **more: Any) -> Any:
-        return right(module, query, _WrongInBackward.apply(key, factor, longest), value, *args, **more)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(kernel_choice, "register", lambda: None)
-        patched.setitem(AttentionInterface._global_mapping, name, kernel)
-        assert kernel_choice.is_right(Attention.CUDNN, CPU) is not is_wrong
+    assert kernel_choice.gives_right_numbers(register_like_cudnn(packed=attend), CPU) is not is_wrong
 
 
 @pytest.mark.usefixtures("stand_ins")
-def test_padded_rows_with_a_wrong_mask_are_seen_though_packed_ones_are_right(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = cudnn._rotate_tokens
-    monkeypatch.setattr(cudnn, "_rotate_tokens", lambda tensor, dim, place: right(tensor, dim, place + (dim == 2)))
-    assert kernel_choice.measure_error("cudnn", CPU) > 2 * kernel_choice.BOUND
+def test_padded_rows_with_a_wrong_mask_are_seen_though_packed_ones_are_right() -> None:
+    def attend(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, **more: Any) -> Any:
+        return cudnn_padded(module, query, key, value, mask.roll(1, dims=1), **more)
+
+    assert kernel_choice.measure_kernel_error(register_like_cudnn(), CPU) < kernel_choice.BOUND / 3
+    assert kernel_choice.measure_kernel_error(register_like_cudnn(padded=attend), CPU) > 2 * kernel_choice.BOUND
 
 
 @pytest.mark.usefixtures("stand_ins")
@@ -206,9 +214,8 @@ def test_what_ring_flash_attn_lacks_is_refused(given: dict[str, Any], says: str)
 
 
 @pytest.mark.usefixtures("stand_ins")
-def test_a_compiled_row_of_one_document_has_no_graph_break_at_any_length(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "LONG", 10)
-    kernel = kernels._wrap_with_cudnn(flash_attn_varlen)
+def test_a_compiled_row_of_one_document_has_no_graph_break_at_any_length() -> None:
+    kernel = wrap_with_cudnn(flash_attn_varlen, min_length=10)
 
     def attend_packed(heads: Tensor, borders: Tensor) -> Tensor:
         out: Tensor = kernel(torch.nn.Identity(), heads * 2, heads[:, :2], heads[:, 2:], None, **of(borders))[0]
@@ -247,8 +254,7 @@ def test_a_compiled_row_of_other_documents_needs_no_new_graph() -> None:
 
 
 @pytest.mark.usefixtures("stand_ins")
-def test_cudnn_is_for_a_row_of_one_long_document(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "LONG", 10)
+def test_cudnn_is_for_a_row_of_one_long_document() -> None:
     taken: list[str] = []
 
     def flash(module: Any, query: Tensor, *args: Any, **more: Any) -> tuple[Tensor, None]:
@@ -259,8 +265,7 @@ def test_cudnn_is_for_a_row_of_one_long_document(monkeypatch: pytest.MonkeyPatch
         taken.append("cudnn")
         return query, None
 
-    monkeypatch.setattr(kernels, "cudnn_dense", dense)
-    both = kernels._wrap_with_cudnn(flash)
+    both = wrap_with_cudnn(flash, dense=dense, min_length=10)
     for lengths, width, of_values in (
         ([10], 16, 16),
         ([9], 16, 16),
@@ -289,9 +294,15 @@ def test_a_kernel_of_gpus_is_refused_on_a_cpu(typed: Attention, says: str) -> No
 
 @pytest.fixture
 def hopper(monkeypatch: pytest.MonkeyPatch) -> dict[str, set[Attention]]:
-    """Stands for a GPU; the kernels in `installed` are there, and those in `right` are right."""
-    known = {"installed": {Attention.CUDNN, Attention.FLASH, Attention.VARLEN}}
+    """Stands for a GPU; the kernels in `installed` are there, and those in `right` are right.
+
+    Those in `in_ring` are there for a ring.
+    """
+    known = {"installed": {Attention.CUDNN, Attention.FLASH, Attention.VARLEN}, "in_ring": {Attention.FLASH}}
     known["right"] = {*known["installed"]}
+    monkeypatch.setattr(
+        "actor_init.declarations.attention.flash.find_spec", lambda name: Attention.FLASH in known["in_ring"] or None
+    )
     monkeypatch.setattr(kernel_choice, "is_installed", lambda name: name in known["installed"])
     monkeypatch.setattr(kernel_choice, "is_right", lambda name, where: name in known["right"])
     return known
@@ -319,10 +330,7 @@ def test_a_kernel_that_was_typed_is_that_one_alone() -> None:
 
 @pytest.mark.usefixtures("hopper")
 @pytest.mark.parametrize(("ring", "kernel"), [(1, "flash-attn"), (2, "ring-flash-attn")])
-def test_a_kernel_that_one_rank_lacks_is_refused_on_all(
-    ring: int, kernel: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("actor_init.declarations.attention.flash.find_spec", lambda name: True)
+def test_a_kernel_that_one_rank_lacks_is_refused_on_all(ring: int, kernel: str) -> None:
     spec = ActorSpec(attention=Attention.FLASH, parallel=ParallelSpec(ring=ring))
     says = f"on rank 1: {kernel} has no CPU kernel. Try: attention='sdpa'"
     results = call_on_ranks(lambda world: choose_kernel_name_on_all_ranks(spec, world, LLAMA), [CUDA, CPU])
@@ -355,7 +363,6 @@ def test_of_two_kernels_a_reader_is_told_when_each_is_taken() -> None:
     )
 
 
-@pytest.mark.usefixtures("hopper")
 @pytest.mark.parametrize(
     ("config", "attention", "has_flash", "kernel"),
     [
@@ -369,9 +376,14 @@ def test_of_two_kernels_a_reader_is_told_when_each_is_taken() -> None:
     ],
 )
 def test_a_ring_takes_cudnn_for_long_documents_where_it_may_choose(
-    config: PretrainedConfig, attention: Attention, has_flash: bool, kernel: str, monkeypatch: pytest.MonkeyPatch
+    config: PretrainedConfig,
+    attention: Attention,
+    has_flash: bool,
+    kernel: str,
+    hopper: dict[str, set[Attention]],
 ) -> None:
-    monkeypatch.setattr("actor_init.declarations.attention.flash.find_spec", lambda name: has_flash or None)
+    if not has_flash:
+        hopper["in_ring"].clear()
     spec = ActorSpec(attention=attention, parallel=ParallelSpec(ring=2))
     assert choose_kernel_name(spec, CUDA, config) == kernel
     in_fp32 = ActorSpec(dtype=Dtype.FP32, parallel=ParallelSpec(ring=2))

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig
 
-from actor_init.attention import kernels
-from actor_init.attention.ring_attention import _compute_llama3_mask, _compute_zigzag_mask
+from actor_init.attention.kernels import wrap_ring_with_cudnn
+from actor_init.attention.ring_attention import compute_llama3_mask, compute_zigzag_mask
 from actor_init.attention.ring_split import RingSlice, check_head_stride, compute_ring_indices, may_zigzag
 from actor_init.inputs.packing import pad_to, prepare_inputs, slice_for_ring
 from actor_init.spec import ActorSpec, Attention, ParallelSpec, UsageError
@@ -64,7 +64,7 @@ def test_llama3_slices(borders: list[int], num_ranks: int) -> None:
     for ring in slices:
         assert not ring.is_zigzag
         seen = keys_that_flash_sees(ring)
-        visible_LT = _compute_llama3_mask(ring, None)
+        visible_LT = compute_llama3_mask(ring, None)
         for place, token in enumerate(ring.local_index_L.tolist()):
             document = find_document(token, borders)
             expected = [key for key in range(token + 1) if find_document(key, borders) == document]
@@ -95,7 +95,7 @@ def test_zigzag_slices(length: int, num_ranks: int) -> None:
     assert 0 <= len(slices[0].index_T) - length < 2 * num_ranks
     work = []
     for ring in slices:
-        visible_LT = _compute_zigzag_mask(ring)
+        visible_LT = compute_zigzag_mask(ring)
         for place, token in enumerate(ring.local_index_L.tolist()):
             assert sorted(ring.index_T[visible_LT[place]].tolist()) == list(range(token + 1))
         work.append(int(visible_LT.sum()))
@@ -112,7 +112,7 @@ def test_a_sliding_window_forbids_zigzag_and_narrows_llama3() -> None:
     assert may_zigzag(AutoConfig.for_model("llama"))
     for ring in slices_of([0, 12], 2):
         for place, token in enumerate(ring.local_index_L.tolist()):
-            keys = (_compute_llama3_mask(ring, 3)[place].nonzero().flatten() + ring.first_key).tolist()
+            keys = (compute_llama3_mask(ring, 3)[place].nonzero().flatten() + ring.first_key).tolist()
             assert keys == list(range(max(0, token - 2), token + 1))
 
 
@@ -189,11 +189,11 @@ def test_zigzag_in_blocks_is_attention_to_the_whole_row(num_ranks: int) -> None:
     [(8192, True, 8, "cudnn"), (8191, True, 8, "other"), (8192, False, 8, "other"), (8192, True, 4, "other")],
 )
 def test_of_slices_cudnn_gets_the_long_ones_of_one_document(
-    num_tokens: int, is_zigzag: bool, value_dim: int, taken: str, monkeypatch: pytest.MonkeyPatch
+    num_tokens: int, is_zigzag: bool, value_dim: int, taken: str
 ) -> None:
     borders = torch.tensor([0, 2 * num_tokens] if is_zigzag else [0, 5, 2 * num_tokens], dtype=torch.int32)
     ring = compute_ring_indices(borders, OneOf(0, 2), may_zigzag=True)  # type: ignore[arg-type]
     query, value = (torch.empty(1, 1, num_tokens, dim, device="meta") for dim in (8, value_dim))
-    monkeypatch.setattr(kernels, "ring_cudnn", lambda *_, **__: "cudnn")
-    chosen: Any = kernels._wrap_ring_with_cudnn(lambda *_, **__: "other")
+    stand_ins: list[Any] = [lambda *_, name=name, **__: name for name in ("other", "cudnn")]
+    chosen: Any = wrap_ring_with_cudnn(stand_ins[0], blocks=stand_ins[1])
     assert chosen(torch.nn.Identity(), query, query, value, None, ring=ring) == taken
