@@ -172,6 +172,15 @@ def test_the_other_columns_of_a_data_proto_are_kept_or_named(what: str, tmp_path
     assert set(batch.left_out) == {"uid", "raw_prompt", "eos_token_id", "prompts", "responses"}
 
 
+def test_without_a_mask_of_its_own_a_batch_of_verl_counts_the_real_tokens_of_its_responses(tmp_path: Path) -> None:
+    data = (FOREIGN / "verl_0.9.1_numpy.dp").read_bytes()
+    assert data.count(b"response_mask") == 1
+    (tmp_path / "gen_batch.dp").write_bytes(data.replace(b"response_mask", b"another__mask"))
+    assert convert_folder(tmp_path / "gen_batch.dp", tmp_path / "out").refused == {}
+    [path] = capture_files(tmp_path / "out")
+    assert select_actions(read_micro_batch(path)) == [[13, 14, 15], [24, 25], [33, 34, 35]]
+
+
 def test_what_of_skyrl_is_no_tensor_is_named(tmp_path: Path) -> None:
     (batch,) = convert("SkyRL", tmp_path)
     assert batch.left_out == {"pixel_values": "a list of tensors", "uids": "list"}

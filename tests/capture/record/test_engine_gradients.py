@@ -8,7 +8,13 @@ from typing import Any, cast
 import pytest
 import torch
 
-from capture.record.engine_gradients import EngineGradients, read_engine_loss_scale
+from capture.record.engine_gradients import (
+    EngineGradients,
+    count_skipped_steps,
+    find_engine_optimizer,
+    has_engine_stepped,
+    read_engine_loss_scale,
+)
 from capture.record.parameter_sampler import ParameterSlot
 
 
@@ -68,6 +74,102 @@ def test_the_engines_loss_scale_is_where_its_optimizer_keeps_it(wrapper: dict[st
     vars(inside.weight)["_z3_optimizer" if scale > 200 else "_zero_optimizer"] = SimpleNamespace(**wrapper)
     assert read_engine_loss_scale(inside) == scale
     assert read_engine_loss_scale(None) == 1.0
+
+
+def test_the_engines_optimizer_is_the_one_around_that_which_steps() -> None:
+    model, inside = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+    mine, others = (torch.optim.SGD(torch.nn.Linear(2, 2).parameters()) for _ in range(2))
+    for name in ("optimizer", "backup_optimizer"):
+        wrapper = SimpleNamespace(**{name: mine})
+        vars(model)["optimizer"] = wrapper
+        vars(inside.weight)["_zero_optimizer"] = wrapper
+        for trained in (model, inside):
+            assert find_engine_optimizer(trained, mine) is wrapper
+            assert find_engine_optimizer(trained, others) is None
+    assert find_engine_optimizer(torch.nn.Linear(2, 2), mine) is None
+    assert find_engine_optimizer(None, mine) is None
+
+
+@pytest.mark.parametrize(
+    ("engine", "num_skipped", "has_stepped"),
+    [
+        ({}, 0, None),
+        ({"skipped_steps": 3, "global_steps": 0}, 3, False),
+        ({"skipped_steps": 0, "global_steps": 1}, 0, True),
+        ({"skipped_steps": None, "global_steps": None}, 0, None),
+    ],
+)
+def test_the_engine_tells_how_many_steps_it_took_and_left_out(
+    engine: dict[str, Any], num_skipped: int, has_stepped: bool | None
+) -> None:
+    model = torch.nn.Linear(2, 2)
+    vars(model).update(engine)
+    assert (count_skipped_steps(model), has_engine_stepped(model)) == (num_skipped, has_stepped)
+    assert (count_skipped_steps(None), has_engine_stepped(None)) == (0, None)
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("single_partition_of_fp32_groups", "bit16_groups"),
+        ("fp32_groups_flat_partition", "bf16_groups"),
+        ("fp32_partitioned_groups_flat", "fp16_groups"),
+        ("fp32_groups_flat", "fp16_groups"),
+    ],
+)
+def test_the_parameters_of_a_step_are_those_of_the_partitions_that_have_gradients(names: tuple[str, str]) -> None:
+    """DeepSpeed steps on one group after the other, and gives the others no gradient meanwhile."""
+    partitions = [torch.nn.Parameter(torch.ones(2)) for _ in range(3)]
+    groups = [[torch.ones(1) for _ in range(2)] for _ in partitions]
+    wrapper = SimpleNamespace(**dict(zip(names, (partitions, groups), strict=True)))
+    optimizer = torch.optim.SGD([{"params": [partition]} for partition in partitions])
+    for stepping in ([0], [1], [0, 2], [0, 1, 2]):
+        for number, partition in enumerate(partitions):
+            partition.grad = torch.ones(2) if number in stepping else None
+        engine = EngineGradients.from_optimizer(wrapper, optimizer)
+        assert [id(partition) for partition in engine.partitions] == [id(partitions[number]) for number in stepping]
+        assert [id(group) for group in engine.list_parameters()] == [id(groups[number]) for number in stepping]
+        assert engine.device_type == "cpu"
+
+
+def test_parameters_without_flat_partitions_are_the_models_where_their_copies_are_as_many() -> None:
+    parameters, copies = [[torch.ones(1), torch.ones(1)], [torch.ones(1)]], [[torch.zeros(1)] * 2, [torch.zeros(1)]]
+    for groups, copied, expected in (
+        (parameters, copies, parameters),
+        (parameters, copies[:1], copies[:1]),
+        (parameters[::-1], copies, copies),
+        (parameters, [], []),
+    ):
+        wrapper = SimpleNamespace(fp16_groups=groups, fp32_groups=copied)
+        found = EngineGradients(wrapper=wrapper, partitions=[]).list_parameters()
+        assert [[id(member) for member in group] for group in found] == [
+            [id(member) for member in group] for group in expected
+        ]
+    assert EngineGradients(wrapper=SimpleNamespace(), partitions=[]).device_type is None
+
+
+@pytest.mark.parametrize(
+    ("norm", "limit", "device", "can_undo"),
+    [
+        (4.0, 1.0, "cpu", True),
+        (None, None, "cpu", True),
+        (None, 1.0, "cpu", False),
+        (torch.ones(1, device="meta"), 1.0, "meta", True),
+        (torch.ones(1, device="meta"), 1.0, "cpu", False),
+        (torch.ones(1, device="meta"), None, "cpu", True),
+        # Of several numbers it is not known which is the norm.
+        (torch.ones(2), 1.0, "cpu", False),
+    ],
+)
+def test_a_clipping_is_undone_where_its_norm_lies_with_the_gradients(
+    norm: Any, limit: float | None, device: str, can_undo: bool
+) -> None:
+    wrapper = SimpleNamespace(_global_grad_norm=norm, clip_grad=limit)
+    engine = EngineGradients(wrapper=wrapper, partitions=[torch.ones(2, device=device)])
+    assert engine.can_undo_clipping == can_undo
+    if not can_undo:
+        values = torch.ones(2)
+        assert engine.undo_clipping(values) is values
 
 
 WHOLE = torch.arange(12.0)

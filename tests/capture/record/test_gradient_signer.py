@@ -10,8 +10,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from capture import capture_files, recording
 from capture.file_format.capture_file import read_call
+from capture.file_format.gradient_signature import GradientSignature
 from capture.record import gradient_signer, optimizer_hooks
-from capture.record.gradient_signer import MAX_FIRST_STEPS, MAX_SIGNED, MICROSECONDS_PER_STEP, GradientSigner
+from capture.record.gradient_signer import (
+    MAX_FIRST_STEPS,
+    MAX_SIGNED,
+    MICROSECONDS_PER_STEP,
+    GradientSigner,
+    RawSignatures,
+)
 from capture.record.optimizer_hooks import GradientNorms
 from capture.record.parameter_sampler import ParameterSampler
 
@@ -24,6 +31,23 @@ def make_model(num_parameters: int, size: int = 2) -> nn.Module:
 def list_signed_steps(model: nn.Module, num_steps: int, device_type: str | None = None) -> list[int]:
     signer = GradientSigner(ParameterSampler(model))
     return [number for number in range(num_steps) if signer.begin_step(device_type)]
+
+
+def test_ranks_that_hold_the_same_part_each_count_it_in_part() -> None:
+    """So the squares of all ranks' norms add up to that of the whole, and each rank's elements are its own."""
+    signatures = [
+        GradientSignature(name=name, shape=(8,), is_part=True, norm=0.0, start=0, stride=1, values=()) for name in "ab"
+    ]
+    raw = RawSignatures(
+        values=torch.tensor([6.0, 5.0, 1.0, 2.0, 3.0]),
+        unsigned=tuple(zip(signatures, (1, 2), strict=True)),
+        num_copies=(4, 1),
+    )
+    first, second = raw.to_signatures()
+    assert (first.name, first.values, second.name, second.values) == ("a", (1.0,), "b", (2.0, 3.0))
+    assert 4 * first.norm**2 == pytest.approx(6.0**2)
+    assert second.norm == 5.0
+    assert raw.names == {"a", "b"}
 
 
 def test_the_first_steps_are_signed_and_then_so_few_that_it_costs_next_to_nothing() -> None:
