@@ -42,6 +42,8 @@ GEOMETRY_NAMES = (
     "token_type_ids",
 )
 TOKEN_NAMES = ("sequences", "input_ids", "labels")
+# What configs, those inside another one and those of adapters have the model's name by.
+_MODEL_NAMES = ("_name_or_path", "base_model_name_or_path")
 
 
 class TokenRedaction(str, Enum):
@@ -189,14 +191,17 @@ def _without_texts(value: Any) -> Any:
 
 
 def _without_paths(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Make texts of a config empty that may be paths of the host; others name architectures and functions."""
+    """Remove the model's name, and make texts of a config empty that may be paths of the host.
+
+    Other texts name architectures and functions.
+    """
 
     def empty_paths(value: Any) -> Any:
         if isinstance(value, Mapping):
-            return {key: empty_paths(member) for key, member in value.items()}
+            return {key: empty_paths(member) for key, member in value.items() if key not in _MODEL_NAMES}
         if isinstance(value, list):
             return [empty_paths(member) for member in value]
         return "" if isinstance(value, str) and ("/" in value or "\\" in value) else value
 
-    cleaned = empty_paths(json.loads(json.dumps(dict(config), default=str)))
-    return {key: value for key, value in cleaned.items() if key != "_name_or_path"}
+    cleaned: dict[str, Any] = empty_paths(json.loads(json.dumps(dict(config), default=str)))
+    return cleaned
