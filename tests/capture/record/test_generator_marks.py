@@ -135,3 +135,25 @@ def test_a_pass_has_the_state_of_the_cpus_generator_that_it_began_with_also_if_o
     assert unsaid == (wrong or ([NUM_QUIET] if draws == "between passes" else []))
     # Each end is read.
     assert num_read == 2 * NUM_QUIET + num_begins_read
+
+
+def test_a_draw_in_a_pass_of_one_kind_has_passes_of_all_kinds_read_at_both_ends_again() -> None:
+    follower, kinds = CpuStateFollower(), [(True, True), (False, False)]
+    quiet, moved = torch.tensor([1], dtype=torch.uint8), torch.tensor([2], dtype=torch.uint8)
+
+    def run_pass(kind: PassKind, state_before: torch.Tensor, state_after: torch.Tensor) -> tuple[bool, bool]:
+        """Return whether the state had to be read at the beginning, and whether the recorded one was wrong."""
+        known = follower.begin(kind, may_wait=True)
+        follower.note_begin(state_before if known is None else known)
+        return known is None, follower.end(state_after) is not None
+
+    for _ in range(NUM_QUIET):
+        assert [run_pass(kind, quiet, quiet) for kind in kinds] == [(True, False)] * 2
+    assert [run_pass(kind, quiet, quiet) for kind in kinds] == [(False, False)] * 2
+    # Whether the forward drew or what came before it is not known.
+    assert run_pass(kinds[0], quiet, moved) == (False, True)
+    assert [run_pass(kind, moved, moved) for kind in kinds] == [(True, False)] * 2
+    # On a CPU nothing waits for a device, and each state is read.
+    assert follower.begin(kinds[0], may_wait=False) is None
+    follower.note_begin(quiet)
+    assert follower.end(moved) is None
