@@ -16,31 +16,32 @@ from capture.file_format.atomic_write import (
 )
 
 OTHER_HOST = "0000abcd" if HOST_DIGEST != "0000abcd" else "0000abce"
-# No process has such a number: Linux allows no more than 2**22.
-GONE = 2**22 + 1
+# No process has the first of these numbers: Linux allows no more than 2**22.
+PROCESSES = {"gone": 2**22 + 1, "other": os.getppid(), "own": os.getpid()}
+GONE = PROCESSES["gone"]
 OF_RANK, OF_OTHER_RANK, SHARED = "end_rank3_x.json", "end_rank30_x.json", "actor.json"
 
 
 @pytest.mark.parametrize(
     ("name", "host", "process", "age", "stays"),
     [
-        (OF_RANK, HOST_DIGEST, GONE, 0.0, False),
-        (SHARED, HOST_DIGEST, GONE, 0.0, False),
-        (OF_OTHER_RANK, HOST_DIGEST, GONE, 9e9, True),
-        (OF_RANK, HOST_DIGEST, os.getppid(), 9e9, True),
+        (OF_RANK, HOST_DIGEST, "gone", 0.0, False),
+        (SHARED, HOST_DIGEST, "gone", 0.0, False),
+        (OF_OTHER_RANK, HOST_DIGEST, "gone", 9e9, True),
+        (OF_RANK, HOST_DIGEST, "other", 9e9, True),
         # An earlier process had this one's number.
-        (OF_RANK, HOST_DIGEST, os.getpid(), 0.0, False),
+        (OF_RANK, HOST_DIGEST, "own", 0.0, False),
         # The rank runs here now, so nobody writes its files elsewhere.
-        (OF_RANK, OTHER_HOST, os.getpid(), 0.0, False),
-        (OF_OTHER_RANK, OTHER_HOST, GONE, 9e9, True),
-        (SHARED, OTHER_HOST, GONE, OTHER_HOST_SECONDS - 600, True),
-        (SHARED, OTHER_HOST, GONE, OTHER_HOST_SECONDS + 600, False),
+        (OF_RANK, OTHER_HOST, "own", 0.0, False),
+        (OF_OTHER_RANK, OTHER_HOST, "gone", 9e9, True),
+        (SHARED, OTHER_HOST, "gone", OTHER_HOST_SECONDS - 600, True),
+        (SHARED, OTHER_HOST, "gone", OTHER_HOST_SECONDS + 600, False),
     ],
 )
 def test_a_temporary_is_removed_if_nobody_writes_it_any_more(
-    name: str, host: str, process: int, age: float, stays: bool, tmp_path: Path
+    name: str, host: str, process: str, age: float, stays: bool, tmp_path: Path
 ) -> None:
-    temporary = tmp_path / f".{name}.{host}-{process}-01234567-4.tmp"
+    temporary = tmp_path / f".{name}.{host}-{PROCESSES[process]}-01234567-4.tmp"
     temporary.touch()
     written = max(0.0, time.time() - age)
     os.utime(temporary, (written, written))
