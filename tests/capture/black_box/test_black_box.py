@@ -4,14 +4,16 @@ import math
 import signal
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+import capture.black_box.black_box
 import capture.black_box.flight_recorder
-from capture.black_box.black_box import MAX_INCIDENTS_PER_KIND, MAX_SIGNALS_PER_KIND, BlackBox
+from capture.black_box.black_box import MAX_INCIDENTS_PER_KIND, MAX_SIGNALS_PER_KIND, BlackBox, SlowStepWatch
 from capture.black_box.flight_recorder import SharedFolder, Spool
 from capture.black_box.incidents import Incident, make_incident, read_incidents, write_incidents
 from capture.black_box.position_page import LastPosition, read_position
@@ -48,10 +50,8 @@ class Held:
 
 
 @pytest.fixture
-def recording(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Held:
-    for name in ("run", "shm"):
-        (tmp_path / name).mkdir()
-    monkeypatch.setattr(capture.black_box.flight_recorder, "SHARED_MEMORY", tmp_path / "shm")
+def recording(tmp_path: Path, shared_memory: Path) -> Held:
+    (tmp_path / "run").mkdir()
     return Held(tmp_path / "run")
 
 
@@ -164,7 +164,7 @@ def test_an_incident_names_the_forward_that_began_last_if_there_was_one(
 
 @pytest.mark.parametrize(("settings", "num_kept"), [({"flight_recorder": 2}, 1), ({"reproduce": True}, 0)])
 def test_passes_are_kept_in_shared_memory_with_a_flight_recorder_alone(
-    settings: dict[str, Any], num_kept: int, recording: Held, tmp_path: Path
+    settings: dict[str, Any], num_kept: int, recording: Held, tmp_path: Path, shared_memory: Path
 ) -> None:
     box = BlackBox(tmp_path / "run", check_retention(**settings))
     box.on_open(recording)
@@ -172,7 +172,7 @@ def test_passes_are_kept_in_shared_memory_with_a_flight_recorder_alone(
     box.on_hold(encode(1))
     box.on_release(encode(0))
     box.on_idle()
-    [directory] = (tmp_path / "shm").iterdir()
+    [directory] = shared_memory.iterdir()
     assert len(list(directory.glob("*.pkl"))) == num_kept
     box.on_release(encode(1))
     assert list(directory.glob("*.pkl")) == []
@@ -184,7 +184,8 @@ def test_a_step_lasts_from_one_forward_to_the_next_and_a_slow_one_is_told_once(
     recording: Held, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = [0.0]
-    monkeypatch.setattr("capture.black_box.black_box.time.monotonic", lambda: now[0])
+    watch = partial(SlowStepWatch, read_clock=lambda: now[0])
+    monkeypatch.setattr(capture.black_box.black_box, "SlowStepWatch", watch)
     box = BlackBox(tmp_path / "run", check_retention(slow_step="60s"))
     box.on_open(recording)
     phases: tuple[TrainingPhase, ...] = ("in forward", "after forward", "in backward", "in the optimizer's step")
@@ -207,40 +208,40 @@ def test_a_step_lasts_from_one_forward_to_the_next_and_a_slow_one_is_told_once(
     box.on_close()
 
 
-def read_page(tmp_path: Path) -> LastPosition:
-    [directory] = (tmp_path / "shm").iterdir()
+def read_page(shared_memory: Path) -> LastPosition:
+    [directory] = shared_memory.iterdir()
     position = read_position(directory)
     assert position is not None
     return position
 
 
 def test_the_position_outlives_the_process_and_says_whether_its_end_was_reported(
-    box: BlackBox, recording: Held, tmp_path: Path
+    box: BlackBox, recording: Held, shared_memory: Path
 ) -> None:
-    page = read_page(tmp_path)
+    page = read_page(shared_memory)
     assert (page.forward, page.last_backward, page.phase) == (None, None, "before any forward")
     assert (page.rank, page.world_size, page.opened, page.was_reported) == (0, 2, Held.opened, False)
     recording.position = JobPosition(forward=3, last_backward=2, phase="in forward")
     box.on_position_change()
-    page = read_page(tmp_path)
+    page = read_page(shared_memory)
     assert (page.forward, page.last_backward, page.phase) == (3, 2, "in forward")
     # The job goes on after a number that is not finite, and after SIGUSR1.
     box.on_outputs(3, {"loss": math.nan})
     box.on_signal(signal.SIGUSR1, SignalReport())
-    assert not read_page(tmp_path).was_reported
+    assert not read_page(shared_memory).was_reported
     box.on_error(ValueError("broken"), "loop")
-    assert read_page(tmp_path).was_reported
+    assert read_page(shared_memory).was_reported
     recording.position.phase = "after forward"
     box.on_position_change()
-    assert read_page(tmp_path).was_reported
+    assert read_page(shared_memory).was_reported
     # The job has gone on all the same: what ends it now is something else.
     recording.position.phase, recording.position.forward = "in forward", 4
     box.on_position_change()
-    assert not read_page(tmp_path).was_reported
+    assert not read_page(shared_memory).was_reported
     box.on_signal(signal.SIGTERM, SignalReport())
-    assert read_page(tmp_path).was_reported
+    assert read_page(shared_memory).was_reported
     box.on_end(failed=False)
-    assert list((tmp_path / "shm").iterdir()) == []
+    assert list(shared_memory.iterdir()) == []
     assert [(incident.what, incident.forward) for incident in list_incidents(recording)] == [
         ("not finite", 3),
         ("signal", 3),
@@ -284,8 +285,7 @@ def encode(step: int, *, num_noted: int = 0) -> EncodedCall:
 
 
 @pytest.fixture
-def shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SharedFolder]:
-    monkeypatch.setattr(capture.black_box.flight_recorder, "SHARED_MEMORY", tmp_path)
+def shared(tmp_path: Path, shared_memory: Path) -> Iterator[SharedFolder]:
     folder = SharedFolder(tmp_path / "run", 0)
     yield folder
     folder.close()

@@ -430,9 +430,11 @@ def test_rank_0_says_at_the_end_which_ranks_should_have_recorded_and_have_left_n
     said: str | None,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
+    no_process_group: None,
     caught: list[warnings.WarningMessage],
 ) -> None:
-    monkeypatch.setattr(capture.record.recorder, "read_rank_and_world_size", lambda: (rank, 4))
+    monkeypatch.setenv("RANK", str(rank))
+    monkeypatch.setenv("WORLD_SIZE", "4")
     monkeypatch.setattr(capture.record.recorder, "MAX_SECONDS_FOR_OTHER_RANKS", 0.0)
     for name in others:
         (tmp_path / name).touch()
