@@ -11,8 +11,7 @@ from capture.file_format.capture_file import CapturedCall, EncodedCall
 from capture.file_format.listing import capture_files, list_segment_files
 from capture.file_format.manifest import MAX_ENTRIES, check_folder, read_manifest
 from capture.file_format.micro_batch import Origin
-from capture.record import rank_writer
-from capture.record.rank_writer import MANIFEST_BYTES_PER_FILE, RankWriter, open_rank_writer
+from capture.record.rank_writer import MANIFEST_BYTES_PER_FILE, RankFiles, RankWriter, open_rank_writer
 from capture.record.retention import check_retention
 
 IDS_BS = torch.arange(1000, 1064)[None]
@@ -166,12 +165,9 @@ def test_a_full_folder_loses_its_oldest_segment_as_a_whole_and_never_the_one_tha
     assert 0 < sum(written) < 4
 
 
-def test_manifests_are_written_while_a_recording_goes_on_and_each_has_a_limit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_manifests_are_written_while_a_recording_goes_on_and_each_has_a_limit(tmp_path: Path) -> None:
     assert MAX_ENTRIES == 1024
-    monkeypatch.setattr(rank_writer, "MAX_ENTRIES", 20)
-    writer = open_writer(tmp_path)
+    writer = RankFiles(tmp_path, tmp_path, check_retention(), rank=1, stamp="10:00", max_entries=20)
     encoded = encode(100)
     num_listed: list[int] = []
     for _ in range(45):
