@@ -7,9 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from capture.black_box.incidents import make_incident, write_incidents
+from capture.file_format.actor_config import read_actor_config, write_actor_config
 from capture.file_format.capture_file import CapturedCall
 from capture.file_format.end_record import EndRecord, read_end_records, write_end_record
-from capture.file_format.folder_layout import find_ranks, list_capture_folders
+from capture.file_format.folder_layout import find_ranks, find_recording_folder, list_capture_folders, strip_rank_folder
 from capture.file_format.folder_recordings import list_recordings
 from capture.file_format.listing import list_captures, list_segment_files, list_single_pass_files
 from capture.file_format.micro_batch import Origin
@@ -23,6 +25,23 @@ IN_ORDER = [0, 2, 10]
 MONDAY = datetime(2026, 3, 2, 9, 0, tzinfo=UTC)
 
 
+def make_call(rank: int, minute: int, *, world_size: int) -> CapturedCall:
+    return CapturedCall(
+        tensors={"input_ids": torch.randint(2**31, (1, 2048))},
+        call_facts={},
+        left_out={},
+        trains=True,
+        origin=Origin(
+            source="",
+            rank=rank,
+            world_size=world_size,
+            step=minute,
+            time=(MONDAY + timedelta(minutes=minute)).isoformat(timespec="microseconds"),
+        ),
+        recording=MONDAY.isoformat(),
+    )
+
+
 @pytest.fixture(params=["files", "folders", "segments"])
 def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     """A recording of three ranks: in one folder, in a folder for each of many ranks, or in segments."""
@@ -31,23 +50,7 @@ def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     path.mkdir()
     with FolderWriter(path, segment=2**20 if request.param == "segments" else None) as writer:
         for minute, rank in enumerate(RANKS_AS_WRITTEN):
-            origin = Origin(
-                source="",
-                rank=rank,
-                world_size=64 if request.param == "folders" else 12,
-                step=0,
-                time=(MONDAY + timedelta(minutes=minute)).isoformat(timespec="microseconds"),
-            )
-            ids_BS = torch.randint(2**31, (1, 2048))
-            call = CapturedCall(
-                tensors={"input_ids": ids_BS},
-                call_facts={},
-                left_out={},
-                trains=True,
-                origin=origin,
-                recording=MONDAY.isoformat(),
-            )
-            writer.write(call)
+            writer.write(make_call(rank, minute, world_size=64 if request.param == "folders" else 12))
     return path
 
 
@@ -63,6 +66,20 @@ def test_captures_and_recordings_are_listed_by_rank(folder: Path) -> None:
     assert find_ranks(folder) == set(IN_ORDER)
 
 
+def test_files_and_segments_of_one_folder_are_listed_together_by_rank_and_time(tmp_path: Path) -> None:
+    for segment, minutes in ((None, (1, 4)), (2**20, (2, 3))):
+        with FolderWriter(tmp_path, segment=segment) as writer:
+            for minute in minutes:
+                for rank in (10, 2):
+                    writer.write(make_call(rank, minute, world_size=12))
+    captures = list_captures(tmp_path)
+    assert [capture.rank for capture in captures] == [2, 2, 2, 2, 10, 10, 10, 10]
+    minutes_in_order = [int(capture.path.name.split("_")[4][2:4]) for capture in captures]
+    assert minutes_in_order == 2 * [1, 2, 3, 4]
+    [recording] = list_recordings(tmp_path)
+    assert [capture.path for capture in recording.list_captures()] == [capture.path for capture in captures]
+
+
 def test_a_package_that_is_full_has_the_first_ranks(folder: Path, tmp_path: Path) -> None:
     """Token ids drawn at random do not shrink in a zip, so one and a half files leave room for one."""
     [size, *_] = [path.stat().st_size for path in folder.rglob("*") if path.suffix in (".pkl", ".seg")]
@@ -76,6 +93,43 @@ def test_a_package_that_is_full_has_the_first_ranks(folder: Path, tmp_path: Path
     assert "_rank0_" in names[0]
     whole = pack_folder(folder, tmp_path / "all.zip", max_bytes=10 * size)
     assert (whole.num_passes, whole.num_left_out, whole.left_out) == (3, 0, None)
+
+
+def test_a_package_has_what_lies_beside_the_captures_and_no_incident(folder: Path, tmp_path: Path) -> None:
+    write_actor_config(folder, {"model_type": "tiny"}, None)
+    home = folder / "rank10" if (folder / "rank10").exists() else folder
+    facts = ModelFacts(rank=10, recording="10:00", forward=0, trains=True, python="cpython 3.11.7")
+    end = EndRecord(rank=10, world_size=12, num_passes=1, num_steps=1, place="after forward", opened="", time="")
+    write_model_facts(home, facts, stamp="x")
+    write_end_record(home, end, stamp="x")
+    write_incidents(home, [make_incident("signal", "SIGTERM", 0)], num_others=0, rank=10, stamp="x")
+    (folder / "notes.txt").write_text("mine")
+    packed = pack_folder(folder, tmp_path / "out.zip", max_bytes=10**7)
+    with zipfile.ZipFile(packed.path) as package:
+        package.extractall(tmp_path)
+    copy = tmp_path / "out"
+    names = {path.relative_to(folder) for path in folder.rglob("*") if path.is_file()}
+    left_out = {path for path in names if path.name.startswith(("incidents", "notes"))}
+    assert len(left_out) == 2
+    assert {path.relative_to(copy) for path in copy.rglob("*") if path.is_file()} == names - left_out
+    assert all((copy / name).read_bytes() == (folder / name).read_bytes() for name in names - left_out)
+    assert (read_end_records(copy), [facts.rank for facts in read_model_facts(copy)]) == ([end], [10])
+
+
+def test_the_config_of_a_rank_s_folder_is_in_the_folder_above_unless_it_has_its_own(tmp_path: Path) -> None:
+    home = tmp_path / "rank3"
+    home.mkdir()
+    write_actor_config(tmp_path, {"model_type": "above"}, None)
+    assert strip_rank_folder(home) == tmp_path
+    assert read_actor_config(home) == {"model_type": "above"}
+    segment = home / "segment_rank3_x_000001.seg"
+    for capture in (home / "actor_inputs_rank3_x.pkl", segment / "actor_inputs_rank3_x.pkl"):
+        assert find_recording_folder(capture) == tmp_path
+    # Somebody may call a recording's own folder so.
+    write_actor_config(home, {"model_type": "own"}, None)
+    assert strip_rank_folder(home) == home
+    assert read_actor_config(home) == {"model_type": "own"}
+    assert strip_rank_folder(tmp_path / "rank3b") == tmp_path / "rank3b"
 
 
 def test_what_ranks_left_beside_their_captures_is_listed_by_rank(tmp_path: Path) -> None:

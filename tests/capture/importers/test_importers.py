@@ -199,6 +199,30 @@ def test_json_lines_become_rows(tmp_path: Path) -> None:
     assert batch.left_out == {"content": "a text"}
 
 
+def test_what_only_some_lines_have_as_numbers_is_named_and_left_out(tmp_path: Path) -> None:
+    path = write_nemo_rl(tmp_path / "train_data_step7.jsonl")
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    for number, line in enumerate(lines):
+        line["mixed"] = [1.0] if number else ["a text"]
+        line["late"] = [[1.0] * 6] if number == 2 else ["a text"]
+        line["short"] = {} if number else {"short": 1}
+        line["whole"] = number
+        if number != 1:
+            line["missing"] = [0.5]
+    path.write_text("\n".join(map(json.dumps, lines)))
+    assert convert_folder(path, tmp_path / "out").refused == {}
+    batch = read_micro_batch(capture_files(tmp_path / "out")[0])
+    assert batch.left_out == {
+        "content": "a text",
+        "mixed": "numbers in some rows only",
+        "late": "numbers in some rows only",
+        "missing": "numbers in some rows only",
+        "short": "dict",
+    }
+    assert batch.extra_tensors["whole"].tolist() == [0.0, 1.0, 2.0]
+    assert batch.extra_tensors.keys().isdisjoint(batch.left_out)
+
+
 def test_a_slime_rank_keeps_its_micro_batches(tmp_path: Path) -> None:
     first, second = convert("slime, a rank", tmp_path)
     assert first.sequences_BS.tolist() == [[11, 12, 13, 14, 15], [0, 32, 33, 34, 35]]

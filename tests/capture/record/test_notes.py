@@ -15,6 +15,7 @@ from capture.file_format.capture_file import CapturedCall, read_call
 from capture.file_format.micro_batch import explain_misfit
 from capture.folder_tools.redact import TokenRedaction, redact_folder
 from capture.record.recorder import take_held_notes
+from capture.record.snapshot import PassNotes
 from capture.run import ModelSearch, RecordingOrder
 from tests.helpers.causal_lms import lm
 
@@ -55,6 +56,28 @@ def test_a_pass_has_what_was_noted_before_and_behind_it_and_no_other(tmp_path: P
         assert call.notes["before"].tolist() == [number] * 3
         assert call.notes["divisor"].item() == 7.5
         assert call.tensors.keys() == {"input_ids"}
+
+
+def test_what_is_noted_again_for_the_next_pass_counts_and_the_rest_stays(tmp_path: Path) -> None:
+    model = Scorer()
+    with recording(model, tmp_path, reproduce=True) as recorder:
+        model(IDS_BS)
+        recorder.note_next(again=1.0, first=2.0)
+        recorder.note_next(again=3.0, second=4.0)
+        model(IDS_BS)
+        recorder.note(again=5.0, behind=6.0)
+        model(IDS_BS)
+    before, noted, after = read_calls(tmp_path)
+    assert {name: note.item() for name, note in noted.notes.items()} == {
+        "again": 5.0,
+        "first": 2.0,
+        "second": 4.0,
+        "behind": 6.0,
+    }
+    assert before.notes == after.notes == {}
+    first, second = (PassNotes.begin_copy(7, {"again": value, name: 0.0}) for value, name in ((1.0, "a"), (3.0, "b")))
+    merged = first.merge(second)
+    assert (merged.forward, merged.tensors["again"].item(), set(merged.tensors)) == (7, 3.0, {"again", "a", "b"})
 
 
 def test_a_list_of_tensors_is_noted_as_one_tensor(tmp_path: Path) -> None:

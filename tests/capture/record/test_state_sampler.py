@@ -11,7 +11,8 @@ from capture import capture_files, recording
 from capture.file_format.capture_file import read_call
 from capture.file_format.micro_batch import CaptureError
 from capture.file_format.optimizer_step import OptimizerStep
-from capture.record.state_sampler import NUM_PER_STEP
+from capture.record.parameter_sampler import ParameterSampler
+from capture.record.state_sampler import NUM_PER_STEP, StateSampler
 from tests.capture.record.test_optimizer_hooks import Model, compute_loss, read_steps
 
 
@@ -55,6 +56,39 @@ def test_the_parameters_take_turns(tmp_path: Path) -> None:
     seen = {sample.name for step in steps for sample in step.state}
     with_gradient = {sample.name for step in steps if step.gradients for sample in step.gradients.samples}
     assert seen == with_gradient <= names
+
+
+@pytest.mark.parametrize(
+    ("states", "steps"),
+    [
+        # No parameter has a state: that its group has stepped is all that is known.
+        ([{}, {}], (5,)),
+        # A parameter that has none beside one that has some begins at 0.
+        ([{"step": torch.tensor(3.0), "m": 1.0}, {}], (0, 3, 5)),
+        ([{"step": 3, "m": 1.0}, {"step": 3, "m": 1.0}], (3, 5)),
+        ([{"step": 3.0, "m": 1.0}, {"step": 4, "m": 1.0}], (3, 4, 5)),
+        ([{"m": 1.0}, {"m": 1.0}], (5,)),
+        # Neither a switch nor several numbers are a count.
+        ([{"step": True, "m": 1.0}, {"step": torch.ones(2), "m": 1.0}], (5,)),
+        ([], (5,)),
+    ],
+)
+def test_counts_are_those_of_parameters_and_groups_and_one_that_was_lost_is_0(
+    states: list[dict[str, Any]], steps: tuple[int, ...]
+) -> None:
+    model = torch.nn.Linear(2, 2)
+    sampler = ParameterSampler(model)
+    sampler.sample_weights(begins_window=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    optimizer.param_groups[0]["step"] = 5
+    for parameter, state in zip(model.parameters(), states, strict=False):
+        optimizer.state[parameter] = {
+            key: torch.full_like(parameter, value) if key == "m" else value for key, value in state.items()
+        }
+    taken = StateSampler(sampler).sample(optimizer)
+    assert taken is not None
+    assert taken.list_steps() == steps
+    assert len(taken.to_samples()) == sum("m" in state for state in states)
 
 
 def test_an_optimizer_that_keeps_no_count_has_none(tmp_path: Path) -> None:
