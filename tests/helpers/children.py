@@ -1,14 +1,40 @@
 """Run in this process what a process of its own would run."""
 
-from collections.abc import Sequence
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
+
+import pytest
 
 from replay.command_line.cli import main
+from replay.processes import pool
 from replay.processes.child_job import ChildJob
-from replay.processes.pool import Task
+from replay.processes.pool import ProcessResult, Task
 from tests.helpers.typed import spec_of
+
+
+def end_each_task(end: Callable[[Task], ProcessResult], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have `end` say how each task of a campaign ends, one after the other, where processes would run them."""
+
+    def one_by_one(
+        tasks: Iterable[tuple[Any, Task]], *, start_deadline: float = math.inf, **_: Any
+    ) -> Iterator[tuple[Any, ProcessResult]]:
+        for key, task in tasks:
+            if time.monotonic() <= start_deadline:
+                yield key, end(task)
+
+    monkeypatch.setattr(pool, "run_children", one_by_one)
+
+
+def replay_here(task: Task) -> ProcessResult:
+    """Replay a task in this process, and return how it ended."""
+    task.output.parent.mkdir(parents=True, exist_ok=True)
+    task.output.write_text("")
+    return ProcessResult(exit_code=run_quietly(task), seconds=1.0, output=task.output, logs=task.logs)
 
 
 def run_quietly(task: Task) -> int:

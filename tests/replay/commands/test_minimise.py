@@ -3,7 +3,7 @@
 import json
 import os
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,6 @@ from capture import capture_files, recording
 from capture.file_format.actor_config import write_actor_config
 from capture.file_format.capture_file import read_call
 from replay.api.logs import PastCampaign
-from replay.campaign.executor import ThisMachine
 from replay.command_line.cli import main
 from replay.commands.minimise import folder as folder_module
 from replay.commands.minimise.cutting import Candidate
@@ -27,6 +26,7 @@ from replay.commands.minimise.standalone import Standalone
 from replay.commands.minimise.trials import MinimiseTrial, ParityCell
 from replay.processes.pool import ProcessResult, Task
 from replay.runlog.records import PassRecord
+from tests.helpers.children import end_each_task
 from tests.helpers.commands import LIMIT
 from tests.helpers.failing_inputs import CONFIG as GPT2
 from tests.helpers.made_captures import write_pass
@@ -116,26 +116,23 @@ def test_a_cell_that_is_not_there_is_one_line(tmp_path: Path, capsys: Captured) 
 class Runs:
     """In the place of the processes: a replay that fails for a token, as its log and exit code have it."""
 
-    num_running = 0
-
     def __init__(self) -> None:
         self.happens: dict[int, BaseException] = {}
         self.num_made = 0
         self.fails = fails_for_the_token
         # That of this process, and that of the replay, of each run.
         self.working_folders: list[tuple[Path, Path]] = []
+        # The replay fails only where the file of its loss is.
+        self.needs_loss_file = False
 
-    def __call__(self, tasks: Any, *, start_deadline: float) -> Iterator[tuple[object, ProcessResult]]:
-        for key, task in tasks:
-            yield key, self.child(task)
-
-    def child(self, task: Task) -> ProcessResult:
+    def __call__(self, task: Task) -> ProcessResult:
         self.num_made += 1
         self.working_folders.append((Path.cwd(), task.folder))
         if (event := self.happens.pop(self.num_made, None)) is not None:
             raise event
         spec = task.job.spec
-        records = self.fails(task.folder / (spec.inputs.inputs or Path()))
+        is_complete = not self.needs_loss_file or (task.folder / spec.measure.loss.partition(":")[0]).exists()
+        records = self.fails(task.folder / (spec.inputs.inputs or Path())) if is_complete else [passed(0, "a")]
         write_log(task.logs / "run", records, spec=spec, exit_code=int(records[-1].error is not None))
         task.output.write_text("as it was printed\n")
         code = 1 if records[-1].error else 0
@@ -158,7 +155,7 @@ def fails_for_the_token(inputs: Path) -> list[PassRecord]:
 @pytest.fixture
 def runs(monkeypatch: pytest.MonkeyPatch) -> Runs:
     made = Runs()
-    monkeypatch.setattr(ThisMachine, "make_runner", lambda *_: made)
+    end_each_task(made, monkeypatch)
     none = Standalone(shows=False, why="not asked for")
     monkeypatch.setattr(folder_module, "write_standalone", lambda *_, **__: none)
     return made
@@ -241,16 +238,8 @@ def test_paths_may_be_relative(tmp_path: Path, runs: Runs, monkeypatch: pytest.M
 def test_a_loss_file_comes_along(tmp_path: Path, runs: Runs) -> None:
     """It is needed: without the option the replay does not fail."""
     inputs = usual_inputs(tmp_path)
-    usual, child = runs.fails, runs.child
-
-    def run(task: Task) -> ProcessResult:
-        loss = task.job.spec.measure.loss
-        runs.fails = usual if (task.folder / loss.partition(":")[0]).exists() else lambda inputs: [passed(0, "a")]
-        return child(task)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(runs, "child", run)
-        assert minimise("--inputs", str(inputs), "--loss", f"{LOSSES}:raises", logs=tmp_path / "logs") == 0
+    runs.needs_loss_file = True
+    assert minimise("--inputs", str(inputs), "--loss", f"{LOSSES}:raises", logs=tmp_path / "logs") == 0
     smallest = written(tmp_path / "logs") / "smallest"
     assert "--loss planted_losses.py:raises" in (smallest / "run.sh").read_text()
     assert (smallest / LOSSES.name).read_bytes() == LOSSES.read_bytes()

@@ -4,8 +4,7 @@ import json
 import re
 import shlex
 import sys
-import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -22,11 +21,11 @@ from replay.command_line import cli
 from replay.commands.parity import runs as parting
 from replay.commands.parity.text import list_commands
 from replay.options.spec import ReplaySpec
-from replay.processes import pool
 from replay.processes.pool import ProcessResult, Task
 from replay.runlog import gradient_sketches, token_log_probs
 from replay.runlog.reader import PastRun
 from replay.runner.run import run_in
+from tests.helpers.children import end_each_task
 from tests.helpers.made_captures import write_pass
 from tests.helpers.made_logs import passed, write_log
 from tests.helpers.schemas import assert_valid
@@ -108,21 +107,8 @@ class Runs:
 @pytest.fixture
 def runs(monkeypatch: pytest.MonkeyPatch) -> Runs:
     runs = Runs()
-    stand_in(monkeypatch, runs)
+    end_each_task(runs, monkeypatch)
     return runs
-
-
-def stand_in(monkeypatch: pytest.MonkeyPatch, run: Callable[[Task], ProcessResult]) -> None:
-    """`run` is called by what takes the place of `run_children`."""
-
-    def one_by_one(
-        tasks: Iterable[tuple[Any, Task]], *, start_deadline: float, running: list[Any], **_: Any
-    ) -> Iterator[tuple[Any, ProcessResult]]:
-        for key, task in tasks:
-            if time.monotonic() <= start_deadline:
-                yield key, run(task)
-
-    monkeypatch.setattr(pool, "run_children", one_by_one)
 
 
 def typed(tmp_path: Path, *more: str, matrix: str = MATRIX) -> int:
@@ -392,7 +378,7 @@ def in_process(one_world: None, monkeypatch: pytest.MonkeyPatch, world: Any) -> 
             exit_code=run_in(world, task.job.spec).exit_code, seconds=0.0, output=task.output, logs=task.logs
         )
 
-    stand_in(monkeypatch, run)
+    end_each_task(run, monkeypatch)
 
 
 def small_model(tmp_path: Path) -> list[str]:

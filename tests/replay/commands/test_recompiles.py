@@ -2,7 +2,6 @@
 
 import json
 import sys
-from collections.abc import Iterator
 from functools import partial
 from itertools import combinations
 from pathlib import Path
@@ -30,11 +29,10 @@ from replay.commands.recompiles.policies import (
 )
 from replay.commands.recompiles.runs import _summarize_run
 from replay.options.spec import find_sample_folder
-from replay.processes import pool
 from replay.processes.pool import ProcessResult, Task
 from replay.runlog.records import CompilationSection, PassRecord
 from replay.runner.observers import read_compilations
-from tests.helpers.children import run_quietly
+from tests.helpers.children import end_each_task, replay_here
 from tests.helpers.made_captures import copy_captures
 from tests.helpers.made_records import record
 from tests.helpers.read_logs import read_log
@@ -54,16 +52,13 @@ def here(one_world: None, monkeypatch: pytest.MonkeyPatch) -> list[Task]:
     def as_it_is(graph: GraphModule, _: Any) -> Any:
         return graph.forward
 
-    def run_here(given: Any, **_: Any) -> Iterator[tuple[Any, ProcessResult]]:
-        for key, task in given:
-            torch.compiler.reset()
-            tasks.append(task)
-            task.output.parent.mkdir(parents=True, exist_ok=True)
-            task.output.write_text("")
-            yield key, ProcessResult(exit_code=run_quietly(task), seconds=1.0, output=task.output, logs=task.logs)
+    def run_here(task: Task) -> ProcessResult:
+        torch.compiler.reset()
+        tasks.append(task)
+        return replay_here(task)
 
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=as_it_is))
-    monkeypatch.setattr(pool, "run_children", run_here)
+    end_each_task(run_here, monkeypatch)
     return tasks
 
 
@@ -172,17 +167,16 @@ def test_policies_that_have_run_are_not_run_again(here: list[Task], tmp_path: Pa
 def test_a_policy_that_does_not_finish_is_said_and_the_others_count(
     here: list[Task], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
 ) -> None:
-    in_process = pool.run_children
+    def late(task: Task) -> ProcessResult:
+        torch.compiler.reset()
+        child = replay_here(task)
+        if task.job.spec.actor.compile_lengths != "static":
+            return child
+        (lines,) = child.logs.glob("*/rank0.jsonl")
+        lines.write_text("".join(lines.read_text().splitlines(keepends=True)[:5]))
+        return ProcessResult(exit_code=None, seconds=9.0, output=child.output, logs=child.logs)
 
-    def late(given: Any, **_: Any) -> Iterator[tuple[Any, ProcessResult]]:
-        for key, child in in_process(given, at_once=1):
-            (lines,) = child.logs.glob("*/rank0.jsonl")
-            if '"compile_lengths": "static"' in (lines.parent / "run.json").read_text():
-                lines.write_text("".join(lines.read_text().splitlines(keepends=True)[:5]))
-                child = ProcessResult(exit_code=None, seconds=9.0, output=child.output, logs=child.logs)
-            yield key, child
-
-    monkeypatch.setattr(pool, "run_children", late)
+    end_each_task(late, monkeypatch)
     code, found = recompiles(tmp_path, "--policies", "static")
     assert code == 1
     assert (found["static"]["num_passes"], found["static"]["pass_seconds"]) == (5, None)

@@ -3,7 +3,7 @@
 import json
 import shutil
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,11 +18,10 @@ from replay.command_line.cli import main
 from replay.commands.scan.runs import ScanPlan
 from replay.objective.objective import compute_negated_mean
 from replay.options.spec import find_sample_folder
-from replay.processes import pool
 from replay.processes.pool import ProcessResult, Task
 from replay.runlog.records import PassRecord
 from replay.verdict.outcomes import Outcome
-from tests.helpers.children import run_quietly
+from tests.helpers.children import end_each_task, run_quietly
 from tests.helpers.made_captures import damage, write_passes
 from tests.helpers.made_logs import VERDICT, write_log
 from tests.helpers.made_records import record
@@ -51,15 +50,12 @@ class Runs:
         self.happens: dict[int, Any] = {}
         self.made: list[int] = []
 
-    def __call__(self, tasks: Any, **_: Any) -> Iterator[tuple[int, ProcessResult]]:
-        for number, task in tasks:
-            self.made.append(number)
-            event = self.happens.pop(number, None)
-            if isinstance(event, BaseException):
-                raise event
-            yield number, self.child(task, event)
-
-    def child(self, task: Task, event: int | str | None) -> ProcessResult:
+    def __call__(self, task: Task) -> ProcessResult:
+        number = int(task.logs.parent.name) - 1  # of its group, from 0
+        self.made.append(number)
+        event = self.happens.pop(number, None)
+        if isinstance(event, BaseException):
+            raise event
         task.output.parent.mkdir(parents=True, exist_ok=True)
         task.output.write_text("")
         code = run_quietly(task) if event is None else None if event == "late" else int(event)
@@ -69,7 +65,7 @@ class Runs:
 @pytest.fixture
 def runs(one_world: None, monkeypatch: pytest.MonkeyPatch) -> Runs:
     made = Runs(one_world)
-    monkeypatch.setattr(pool, "run_children", made)
+    end_each_task(made, monkeypatch)
     return made
 
 
@@ -169,17 +165,16 @@ class LoggedRuns:
         self.ends = ends
         self.tasks: list[Task] = []
 
-    def __call__(self, tasks: Any, **_: Any) -> Iterator[tuple[int, ProcessResult]]:
-        for number, task in tasks:
-            self.tasks.append(task)
-            outcome, failed = self.ends[number]
-            boom: dict[str, Any] = {"error": "boom", "error_type": "RuntimeError"}
-            records = [record(index, **(boom if index in failed else {})) for index in range(3)]
-            task.output.parent.mkdir(parents=True, exist_ok=True)
-            task.output.write_text("")
-            verdict = replace(VERDICT, outcome=outcome, counts={outcome: 3})
-            write_log(task.logs / "20261123-000000-replay", records, spec=task.job.spec, verdict=verdict, exit_code=1)
-            yield number, ProcessResult(exit_code=1, seconds=1.0, output=task.output, logs=task.logs)
+    def __call__(self, task: Task) -> ProcessResult:
+        outcome, failed = self.ends[len(self.tasks)]
+        self.tasks.append(task)
+        boom: dict[str, Any] = {"error": "boom", "error_type": "RuntimeError"}
+        records = [record(index, **(boom if index in failed else {})) for index in range(3)]
+        task.output.parent.mkdir(parents=True, exist_ok=True)
+        task.output.write_text("")
+        verdict = replace(VERDICT, outcome=outcome, counts={outcome: 3})
+        write_log(task.logs / "20261123-000000-replay", records, spec=task.job.spec, verdict=verdict, exit_code=1)
+        return ProcessResult(exit_code=1, seconds=1.0, output=task.output, logs=task.logs)
 
 
 @pytest.mark.parametrize(
@@ -208,7 +203,7 @@ def test_each_fault_by_itself_decides_the_exit_code(
     if is_damaged:
         damage(paths[6])
     good = (Outcome.REPRODUCED, ())
-    monkeypatch.setattr(pool, "run_children", LoggedRuns(good, (outcome, failed), good))
+    end_each_task(LoggedRuns(good, (outcome, failed), good), monkeypatch)
     result = replay.scan(tmp_path / "inputs", group=3, log_folder=tmp_path / "logs")
     assert result.exit_code == exit_code
     assert [group["said"] for group in result.result["groups"]][:2] == ["3 REPRODUCED", says]

@@ -3,12 +3,11 @@
 import json
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from statistics import fmean
-from typing import Any
 
 import pytest
 
@@ -16,7 +15,6 @@ import replay
 from actor_init.spec import Dtype, UsageError
 from capture import capture_files
 from replay.api.logs import PastCampaign
-from replay.campaign.executor import ThisMachine
 from replay.command_line.cli import main, parse_command_line
 from replay.commands.suite.inputs import prepare_inputs
 from replay.commands.suite.loss_curve import (
@@ -42,7 +40,7 @@ from replay.processes.pool import Machine, ProcessResult, Task
 from replay.resolution.selection import select
 from replay.runlog.reader import PastRun
 from replay.runlog.writer import list_versions
-from tests.helpers.children import run_quietly
+from tests.helpers.children import end_each_task, run_quietly
 from tests.helpers.made_captures import damage, write_config, write_passes, write_recordings
 from tests.helpers.made_logs import passed, write_log
 from tests.helpers.schemas import assert_valid
@@ -401,17 +399,11 @@ def test_a_damaged_capture_is_refused_and_leaves_no_inputs(tmp_path: Path) -> No
 class HereRunner:
     """In the place of other processes: a replay in this process, or what happens to it."""
 
-    num_running = 0
-
     def __init__(self) -> None:
         self.started: list[str] = []
         self.happens: dict[str, BaseException | int] = {}
 
-    def __call__(self, tasks: Any, *, start_deadline: float) -> Iterator[tuple[object, ProcessResult]]:
-        for key, task in tasks:
-            yield key, self.child(task)
-
-    def child(self, task: Task) -> ProcessResult:
+    def __call__(self, task: Task) -> ProcessResult:
         name = task.logs.parent.name
         self.started.append(name)
         event = self.happens.pop(name, None)
@@ -426,7 +418,7 @@ class HereRunner:
 @pytest.fixture
 def runner(one_world: None, monkeypatch: pytest.MonkeyPatch) -> HereRunner:
     made = HereRunner()
-    monkeypatch.setattr(ThisMachine, "make_runner", lambda *_: made)
+    end_each_task(made, monkeypatch)
     return made
 
 

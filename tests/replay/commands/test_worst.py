@@ -3,7 +3,7 @@
 import gc
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
@@ -28,14 +28,13 @@ from replay.command_line.cli import main
 from replay.commands.worst.measuring import DeviceMemory, Fits, MemoryRoom, measure, read_device_memory
 from replay.objective.objective import compute_negated_mean
 from replay.options.spec import ReplaySpec, find_sample_folder
-from replay.processes import pool
 from replay.processes.pool import ProcessResult, Task
 from replay.profiling.prediction import PredictionErrors, RowLayout, choose_spread, fit_costs, read_shapes
 from replay.resolution.job_defaults import find_source
 from replay.resolution.selection import select
 from replay.runlog.records import PassRecord, PhaseCost
 from replay.runner.run_pass import prepare_actor_inputs
-from tests.helpers.children import run_quietly
+from tests.helpers.children import end_each_task, replay_here
 from tests.helpers.made_captures import write_pass
 from tests.helpers.made_logs import write_log
 from tests.helpers.made_records import record
@@ -63,11 +62,7 @@ class Law:
     runs: list[ReplaySpec] = field(default_factory=list)
     breaks_at: int | None = None  # the run in whose place Ctrl-C comes
 
-    def __call__(self, tasks: Any, **_: Any) -> Iterator[tuple[Any, ProcessResult]]:
-        for key, task in tasks:
-            yield key, self.child(task)
-
-    def child(self, task: Task) -> ProcessResult:
+    def __call__(self, task: Task) -> ProcessResult:
         spec = task.job.spec
         if len(self.runs) == self.breaks_at:
             self.breaks_at = None
@@ -136,7 +131,7 @@ class Law:
 @pytest.fixture
 def law(monkeypatch: pytest.MonkeyPatch) -> Law:
     made = Law()
-    monkeypatch.setattr(pool, "run_children", made)
+    end_each_task(made, monkeypatch)
     return made
 
 
@@ -433,13 +428,7 @@ def test_memory_on_a_cpu_is_bounded_by_the_control_group(tmp_path: Path, monkeyp
 
 
 def test_a_real_replay_is_measured(one_world: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def here(tasks: Any, **_: Any) -> Iterator[tuple[Any, ProcessResult]]:
-        for key, task in tasks:
-            task.output.parent.mkdir(parents=True)
-            task.output.write_text("")
-            yield key, ProcessResult(exit_code=run_quietly(task), seconds=1.0, output=task.output, logs=task.logs)
-
-    monkeypatch.setattr(pool, "run_children", here)
+    end_each_task(replay_here, monkeypatch)
     code, log = worst(tmp_path, "--num-layers", "1", "--measured", "2", "--max-inputs", "4")
     assert code == 0
     assert (len(log["measured"]), len(log["ranking"]), log["error"]) == (2, 4, None)
