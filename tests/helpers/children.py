@@ -13,7 +13,7 @@ import pytest
 from replay.command_line.cli import main
 from replay.processes import pool
 from replay.processes.child_job import ChildJob
-from replay.processes.pool import ProcessResult, Task
+from replay.processes.pool import ProcessResult, RunningTask, Task
 from tests.helpers.typed import spec_of
 
 
@@ -28,6 +28,11 @@ def end_each_task(end: Callable[[Task], ProcessResult], monkeypatch: pytest.Monk
                 yield key, end(task)
 
     monkeypatch.setattr(pool, "run_children", one_by_one)
+
+
+def start_each_task(start: Callable[[Task], Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have `start` begin each task, in the place of its processes, and return what stands for the running task."""
+    monkeypatch.setattr(RunningTask, "start", start)
 
 
 def replay_here(task: Task) -> ProcessResult:

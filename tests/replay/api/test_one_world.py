@@ -4,11 +4,11 @@ import io
 import json
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import Any
+from typing import Any, Self
 
 import pytest
 import torch
@@ -25,7 +25,8 @@ from replay.commands.mismatch.statistics import Mismatch, WorstToken
 from replay.options.spec import ReplaySpec
 from replay.output.text import CheckResult, CheckStatus
 from replay.processes.child_job import REFUSAL, ChildJob
-from replay.processes.pool import OUTPUT, ProcessResult
+from replay.processes.pool import OUTPUT, ProcessResult, Task
+from tests.helpers.children import start_each_task
 from tests.helpers.commands import ROOT
 from tests.helpers.schemas import assert_valid
 from tests.helpers.thread_ranks import call_on_ranks
@@ -72,26 +73,45 @@ MISMATCH = MismatchReport(
     distances=[ReplayDistance(one="bf16, sdpa", other="fp32, sdpa", mean=math.nan, largest=0.5)],
     worst=[WORST],
 )
-Leave = Callable[..., list[Mapping[str, Any]]]
+Leave = Callable[..., list[Task]]
+
+
+@dataclass
+class EndedTask:
+    """Stand for a task whose processes have ended, and for these."""
+
+    exit_code: int
+    task: Task
+
+    @property
+    def ranks(self) -> Self:
+        return self
+
+    def wait(self) -> None: ...
+
+    def end(self, *, grace: float) -> None: ...
+
+    def finish(self) -> ProcessResult:
+        return ProcessResult(exit_code=self.exit_code, seconds=1.0, output=self.task.output, logs=self.task.logs)
 
 
 @pytest.fixture
 def processes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Leave:
     """Let processes leave files, and end with an exit code. Returns the list of what was asked of them."""
+    monkeypatch.chdir(tmp_path)
 
-    def leave(files: Mapping[str, bytes], exit_code: int = 0) -> list[Mapping[str, Any]]:
-        calls: list[Mapping[str, Any]] = []
+    def leave(files: Mapping[str, bytes], exit_code: int = 0) -> list[Task]:
+        tasks: list[Task] = []
 
-        def run(spec: ReplaySpec, name: str, num_processes: int, *, words: list[str]) -> ProcessResult:
-            calls.append({"spec": spec, "name": name, "num_processes": num_processes, "words": words})
-            home = tmp_path / "home"
+        def start(task: Task) -> EndedTask:
+            tasks.append(task)
             for file, content in {OUTPUT: b"replay: rank 1: no such kernel\n", **files}.items():
-                (home / file).parent.mkdir(parents=True, exist_ok=True)
-                (home / file).write_bytes(content)
-            return ProcessResult(exit_code=exit_code, seconds=1.0, output=home / OUTPUT, logs=home)
+                (task.logs / file).parent.mkdir(parents=True, exist_ok=True)
+                (task.logs / file).write_bytes(content)
+            return EndedTask(exit_code, task)
 
-        monkeypatch.setattr("replay.api.running.run_child", run)
-        return calls
+        start_each_task(start, monkeypatch)
+        return tasks
 
     return leave
 
@@ -132,7 +152,7 @@ def test_what_the_processes_refuse_is_refused_in_python_s_words(
     with pytest.raises(replay.UsageError) as refusal:
         function(SAMPLE, num_layers=99)
     assert str(refusal.value) == "num_layers=99, but the model has 4. Try: tp=2"
-    assert not (tmp_path / "home").exists()
+    assert list((tmp_path / "logs").iterdir()) == []
 
 
 @pytest.mark.parametrize(
@@ -146,14 +166,16 @@ def test_what_the_processes_refuse_is_refused_in_python_s_words(
 def test_processes_that_end_too_early_are_an_error_that_says_where_they_printed(
     function: Callable[..., Any], files: Mapping[str, bytes], processes: Leave, tmp_path: Path
 ) -> None:
-    processes(files, exit_code=1)
+    tasks = processes(files, exit_code=1)
     with pytest.raises(
         replay.RunFailedError, match=r"ended without a result: no such kernel\. What it printed"
     ) as failure:
         function(SAMPLE)
-    assert (failure.value.exit_code, failure.value.output) == (1, tmp_path / "home" / OUTPUT)
+    [folder] = (tmp_path / "logs").iterdir()
+    assert [task.logs for task in tasks] == [folder]
+    assert (failure.value.exit_code, failure.value.output) == (1, folder / OUTPUT)
     if files:
-        left = replay.open(tmp_path / "home" / "1-diagnose").to_dict()
+        left = replay.open(folder / "1-diagnose").to_dict()
         assert (left["exit_code"], left["result"]["status"]) == (1, "running")
 
 
@@ -179,13 +201,13 @@ def test_the_processes_get_what_the_command_line_says_with_the_same_options(
     processes: Leave,
     tmp_path: Path,
 ) -> None:
-    calls = processes({}, exit_code=1)
+    tasks = processes({}, exit_code=1)
     with pytest.raises(replay.RunFailedError):
         function(SAMPLE, **options)
-    [call] = calls
-    assert call["num_processes"] == num_processes
-    job = ChildJob(spec=call["spec"]).with_log_folder(tmp_path).write()
-    child = parse_command_line([*call["words"], "--job", str(job)])
+    [task] = tasks
+    assert task.num_processes == num_processes
+    job = ChildJob(spec=task.job.spec).with_log_folder(tmp_path).write()
+    child = parse_command_line([*task.words, "--job", str(job)])
     assert child.args[1] == tmp_path, "where it leaves a refusal"
     shown = [function.__name__, *typed.split(), "--inputs", str(SAMPLE), "--log-folder", str(tmp_path)]
     assert read_action(child.args[0]) == read_action(parse_command_line(shown))

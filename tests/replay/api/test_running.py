@@ -23,6 +23,7 @@ from replay.api.running import build_spec
 from replay.campaign.result import CampaignResult
 from replay.command_line.cli import main, parse_command_line
 from replay.options.spec import StepMode
+from tests.helpers.children import start_each_task
 from tests.helpers.schemas import assert_valid
 from tests.warm import warm_bin
 
@@ -220,7 +221,7 @@ def test_an_interruption_while_the_processes_start_ends_them(tmp_path: Path, mon
             pass
         return SimpleNamespace(ranks=ranks)
 
-    monkeypatch.setattr("replay.api.running.RunningTask", SimpleNamespace(start=start))
+    start_each_task(start, monkeypatch)
     with pytest.raises(KeyboardInterrupt) as interruption:
         replay.run(SAMPLE, max_inputs=1, log_folder=tmp_path)
     assert ranks.signals[0] == signal.SIGINT

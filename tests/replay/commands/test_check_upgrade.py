@@ -8,22 +8,20 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 import replay
 from actor_init.spec import UsageError
 from replay.api.logs import PastCampaign
-from replay.campaign.campaign import JOURNAL, Campaign, PlannedRun
 from replay.command_line.cli import main
 from replay.commands.check_upgrade import checking
 from replay.commands.check_upgrade.result import UpgradeCheck, UpgradeResult
-from replay.options.spec import MeasureSpec
 from replay.processes.interpreter import Environment
-from replay.processes.pool import ProcessResult
+from replay.processes.pool import ProcessResult, Task
 from replay.runlog.records import PassRecord
 from replay.verdict.outcomes import Outcome, Verdict
+from tests.helpers.children import end_each_task
 from tests.helpers.made_logs import VERDICT, WORK, passed, write_log
 from tests.helpers.schemas import assert_valid
 from tests.warm import warm_bin
@@ -37,38 +35,39 @@ CANNOT_TELL = replace(VERDICT, outcome=Outcome.CANNOT_TELL, reason="a|b")
 # Of each home of a job, the record and the verdict of its log; None: the replay ends without a log.
 Logs = Mapping[str, tuple[PassRecord, Verdict] | None]
 SAME: Logs = {name: (passed(0, "x"), VERDICT) for name in ("runs/old", "runs/new")}
-Begin = Callable[[Logs], list[str]]
+Begin = Callable[[Logs], list[Task]]
 
 
 @pytest.fixture
 def environments(monkeypatch: pytest.MonkeyPatch) -> Begin:
-    """Let replays in two environments leave made logs. Returns the list of the homes that are asked for."""
+    """Let replays in two environments leave made logs. Returns the list of the replays that are asked for."""
 
-    def begin(logs: Logs) -> list[str]:
-        homes: list[str] = []
+    def begin(logs: Logs) -> list[Task]:
+        tasks: list[Task] = []
 
-        def run(campaign: Campaign[Any], job: PlannedRun) -> ProcessResult:
-            homes.append(job.home)
-            (campaign.folder / JOURNAL).touch()
-            assert (job.python, job.repeat) == (PYTHONS["new" in job.home], "new" in job.home)
-            folder = campaign.folder / job.home / "0"
-            folder.mkdir(parents=True)
-            output = folder / "output.txt"
-            output.write_text("replay: no such kernel\n")
-            made = logs.get(job.home)
+        def run(task: Task) -> ProcessResult:
+            tasks.append(task)
+            task.logs.mkdir(parents=True)
+            task.output.write_text("replay: no such kernel\n")
+            made = logs.get(home_of(task))
             if made is not None:
                 record, verdict = made
                 work = {"config": CONFIG}
-                write_log(folder / "1-replay", [record], typed="--dtype fp32", work=work, verdict=verdict)
-            return ProcessResult(exit_code=1 if made is None else 0, seconds=1.0, output=output, logs=folder)
+                write_log(task.logs / "1-replay", [record], typed="--dtype fp32", work=work, verdict=verdict)
+            return ProcessResult(exit_code=1 if made is None else 0, seconds=1.0, output=task.output, logs=task.logs)
 
-        monkeypatch.setattr(Campaign, "run", run)
+        end_each_task(run, monkeypatch)
         monkeypatch.setattr(
             checking, "probe", lambda python: Environment(python=python, versions={"torch": VERSIONS[python]})
         )
-        return homes
+        return tasks
 
     return begin
+
+
+def home_of(task: Task) -> str:
+    """Return the folder of a replay's attempts, below that of the check."""
+    return "/".join(task.logs.parts[-3:-1])
 
 
 def check(folder: Path) -> UpgradeCheck:
@@ -76,10 +75,10 @@ def check(folder: Path) -> UpgradeCheck:
 
 
 def test_the_same_numbers_agree_and_nothing_is_traced(environments: Begin, tmp_path: Path) -> None:
-    homes = environments(SAME)
+    tasks = environments(SAME)
     result = check(tmp_path)
     assert (result.result, result.exit_code, result.first_difference) == (UpgradeResult.AGREE, 0, None)
-    assert homes == ["runs/old", "runs/new"]
+    assert [(home_of(task), task.python) for task in tasks] == list(zip(("runs/old", "runs/new"), PYTHONS, strict=True))
     assert [quantity.name for quantity in result.quantities] == ["loss", "log-probs", "gradient norm"]
     past = replay.open(result.folder)
     assert past.to_dict()["result"] == json.loads(json.dumps(result.to_dict(), allow_nan=False))
@@ -96,11 +95,18 @@ def test_the_bound_is_what_rounding_explains_in_this_dtype_and_depth(environment
         assert checked.quantities[0].bound == pytest.approx(bound)
 
 
+def test_one_environment_that_is_given_twice_is_replayed_twice(environments: Begin, tmp_path: Path) -> None:
+    tasks = environments(SAME)
+    result = replay.check_upgrade(SAMPLE, python=PYTHONS[:1] * 2, log_folder=tmp_path)
+    assert result.result is UpgradeResult.AGREE
+    assert [(home_of(task), task.python) for task in tasks] == [("runs/old", PYTHONS[0]), ("runs/new", PYTHONS[0])]
+
+
 def test_where_numbers_differ_both_are_traced(environments: Begin, tmp_path: Path) -> None:
-    homes = environments({**SAME, "runs/new": (passed(0, "x", loss=2.5), VERDICT)})
+    tasks = environments({**SAME, "runs/new": (passed(0, "x", loss=2.5), VERDICT)})
     result = check(tmp_path)
     assert (result.result, result.exit_code) == (UpgradeResult.DIFFER, 1)
-    assert homes == ["runs/old", "runs/new", "traces/old"]
+    assert [home_of(task) for task in tasks] == ["runs/old", "runs/new", "traces/old"]
     assert result.first_difference == "not found: the traced replay in the old environment failed: no such kernel"
 
 
@@ -122,20 +128,11 @@ def test_what_both_say_of_the_job_is_said_once_and_no_difference_is_nowhere(
     assert f"| loss | 0 | {result.quantities[0].bound:.2g} | agrees |  |" in page
 
 
-def test_both_replay_the_loss_that_the_job_noted(
-    environments: Begin, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    environments(SAME)
-    specs: list[MeasureSpec] = []
-    run = Campaign.run
-
-    def run_and_note(campaign: Campaign[Any], job: PlannedRun) -> ProcessResult:
-        specs.append(job.spec.measure)
-        return run(campaign, job)
-
-    monkeypatch.setattr(Campaign, "run", run_and_note)
+def test_both_replay_the_loss_that_the_job_noted(environments: Begin, tmp_path: Path) -> None:
+    tasks = environments(SAME)
     result = check(tmp_path)
-    assert [(measure.loss, measure.details) for measure in specs] == [("policy", True)] * 2
+    asked = [task.job.spec.measure for task in tasks]
+    assert [(measure.loss, measure.details) for measure in asked] == [("policy", True)] * 2
     assert "--loss" not in result.command
 
 
@@ -180,12 +177,12 @@ def test_the_page_of_a_ci_job_is_appended_and_json_stands_alone(
 def test_what_cannot_be_checked_is_refused_before_a_replay(
     environments: Begin, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    homes = environments(SAME)
+    tasks = environments(SAME)
     with pytest.raises(UsageError, match="two environments are compared, and 1 given"):
         replay.check_upgrade(SAMPLE, python=["/old/bin/python"], log_folder=tmp_path)
     assert main(["check-upgrade", str(SAMPLE), "--markdown", str(tmp_path / "no" / "x.md")]) == 2
     assert "x.md: No such file or directory. Give a file that can be written" in capsys.readouterr().err
-    assert homes == []
+    assert tasks == []
 
 
 @pytest.mark.slow
