@@ -6,6 +6,7 @@
 import shutil
 import sys
 import time
+from collections.abc import Callable
 from typing import IO
 
 BAR_WIDTH = 20
@@ -14,14 +15,15 @@ BAR_WIDTH = 20
 class ProgressBar:
     """Shows progress on a terminal; prints nothing if `file`, stdout by default, is none."""
 
-    def __init__(self, file: IO[str] | None = None) -> None:
+    def __init__(self, file: IO[str] | None = None, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._file = sys.stdout if file is None else file
         self._is_terminal = self._file.isatty()
-        self._began = time.monotonic()
+        self._clock = clock
+        self._began = clock()
 
     def show(self, num_done: int, num_all: int, text: str = "") -> None:
         """Show how much is done, and how long the remaining part may take."""
-        seconds = time.monotonic() - self._began
+        seconds = self._clock() - self._began
         filled = BAR_WIDTH * num_done // max(num_all, 1)
         time_left = ""
         if 0 < num_done < num_all:

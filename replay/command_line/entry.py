@@ -8,6 +8,7 @@ A job's environment has `capture` alone, so this file imports the standard libra
 import os
 import re
 import sys
+from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from typing import NoReturn
@@ -25,8 +26,27 @@ NEEDED_BY_THE_DOCTOR = ("typer",)
 USAGE_ERROR = 2
 
 
-def complaint(arguments: list[str], python: tuple[int, int]) -> str | None:
-    """Return the line that refuses `replay ARGUMENTS` in this environment, or None if it can run."""
+def find_version(name: str) -> str | None:
+    """Return the version of a package; None of one that is not installed."""
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        # It is there, but not as a package (on PYTHONPATH, say): its version is unknown, and what imports it may fail.
+        return None
+
+
+def complaint(
+    arguments: list[str],
+    python: tuple[int, int],
+    *,
+    find_module: Callable[[str], object] = find_spec,
+    find_version: Callable[[str], str | None] = find_version,
+) -> str | None:
+    """Return the line that refuses `replay ARGUMENTS` in this environment, or None if it can run.
+
+    find_module   returns None for a module that is not there
+    find_version  returns the version of a package, or None if it is not known
+    """
     if python < FIRST_PYTHON:
         current, first = (".".join(map(str, version_parts)) for version_parts in (python, FIRST_PYTHON))
         return (
@@ -36,7 +56,7 @@ def complaint(arguments: list[str], python: tuple[int, int]) -> str | None:
         )
     is_doctor = arguments[:1] == ["doctor"]
     needed = NEEDED_BY_THE_DOCTOR if is_doctor else NEEDED
-    if lacking := [name for name in needed if find_spec(name) is None]:
+    if lacking := [name for name in needed if find_module(name) is None]:
         return (
             f"replaying needs {', '.join(lacking)}, which the bare install leaves out. "
             "Try: pip install 'micro-replay[replay]'"
@@ -44,7 +64,7 @@ def complaint(arguments: list[str], python: tuple[int, int]) -> str | None:
     for name, first_release in FIRST_VERSIONS.items():
         if (
             not is_doctor
-            and (installed := _find_version(name)) is not None
+            and (installed := find_version(name)) is not None
             and _parse_release(installed) < first_release
         ):
             first = ".".join(map(str, first_release))
@@ -53,14 +73,6 @@ def complaint(arguments: list[str], python: tuple[int, int]) -> str | None:
                 f"Try: pip install '{name}>={first}', or another environment for the replay"
             )
     return None
-
-
-def _find_version(name: str) -> str | None:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        # It is there, but not as a package (on PYTHONPATH, say): its version is unknown, and what imports it may fail.
-        return None
 
 
 def _parse_release(installed: str) -> tuple[int, ...]:

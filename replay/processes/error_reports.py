@@ -20,14 +20,19 @@ HEAD_START_SECONDS = 3.0
 NOTICE_SECONDS = 3
 
 
-def run_to_exit_code(action: Callable[[], int], *, show_traceback: bool = False) -> int:
-    """Run the action. A usage error is one line on stderr and exit code 2, any other error 1, Ctrl-C 130."""
+def run_to_exit_code(
+    action: Callable[[], int], *, show_traceback: bool = False, head_start: float = HEAD_START_SECONDS
+) -> int:
+    """Run the action. A usage error is one line on stderr and exit code 2, any other error 1, Ctrl-C 130.
+
+    head_start  seconds that rank 0 has to report a usage error before other ranks do
+    """
     try:
         return int(action())
     except UsageError as error:
         # Rank 0 reports an error that all ranks share. The launcher then ends the others, before they repeat it.
         if read_own_rank() > 0:
-            time.sleep(HEAD_START_SECONDS)
+            time.sleep(head_start)
         if show_traceback:
             traceback.print_exception(error)
         say(format_error_with_flags(error))

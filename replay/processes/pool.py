@@ -7,7 +7,7 @@ import signal
 import threading
 import time
 from collections import Counter
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -51,11 +51,15 @@ class Machine:
     has_gpus: bool
 
     @classmethod
-    def detect(cls, num_devices: int | None = None) -> "Machine":
-        """Return this machine with all its devices, or with `num_devices`, which may be more than it has."""
-        import torch
+    def detect(cls, num_devices: int | None = None, *, num_gpus: int | None = None) -> "Machine":
+        """Return this machine with all its devices, or with `num_devices`, which may be more than it has.
 
-        num_gpus = torch.cuda.device_count()
+        num_gpus  GPUs that it has; None: those that torch sees
+        """
+        if num_gpus is None:
+            import torch
+
+            num_gpus = torch.cuda.device_count()
         return cls(num_devices=num_devices or num_gpus or PROCESSES_ON_A_CPU, has_gpus=num_gpus > 0)
 
     def is_part_of(self, other: "Machine") -> bool:
@@ -203,9 +207,11 @@ def run_children(
     gpus: Sequence[str] = (),
     start_deadline: float = math.inf,
     running: list[tuple[Any, "RunningTask"]] | None = None,
+    grace: float = GRACE_SECONDS,
+    clock: Callable[[], float] = time.monotonic,
 ) -> Generator[tuple[Key, ProcessResult], None, None]:
     """Yield the result of each task as it ends. No task starts before there is room for it, or after
-    `start_deadline`, of time.monotonic.
+    `start_deadline`, a time of `clock`. A process that is to end gets SIGTERM, and `grace` seconds later SIGKILL.
 
     If `gpus` are given, as CUDA_VISIBLE_DEVICES names them, a task gets one per process, the least used ones, and up
     to `at_once` processes share each. Otherwise a task sees what this process sees, and `at_once` tasks run. The list
@@ -217,7 +223,7 @@ def run_children(
     running = [] if running is None else running
     try:
         while True:
-            while following is not None and time.monotonic() <= start_deadline:
+            while following is not None and clock() <= start_deadline:
                 key, task = following
                 in_use = Counter(gpu for _, other in running for gpu in other.gpus)
                 task_gpus = sorted(gpus, key=in_use.__getitem__)[: task.num_processes]
@@ -229,13 +235,13 @@ def run_children(
                 return
             ended_pairs = [pair for pair in running if pair[1].ranks.is_over]
             for pair in ended_pairs:
-                child = pair[1].finish()
+                child = pair[1].finish(grace=grace)
                 running.remove(pair)
                 yield pair[0], child
             if not ended_pairs:
                 wait_for_any([task.ranks for _, task in running])
     finally:
-        end_processes([rank for _, task in running for rank in task.ranks.processes], grace=GRACE_SECONDS)
+        end_processes([rank for _, task in running for rank in task.ranks.processes], grace=grace)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -284,8 +290,11 @@ class RunningTask:
         ]
         return cls(task=task, gpus=gpus, ranks=ChildGroup.start(starts, limit=task.limit), store=store)
 
-    def finish(self) -> ProcessResult:
-        """End what still runs and return the result. The exit code is that of a failed rank, if any."""
+    def finish(self, *, grace: float = GRACE_SECONDS) -> ProcessResult:
+        """End what still runs, within `grace` seconds, and return the result.
+
+        The exit code is that of a failed rank, if any.
+        """
         exit_code, seconds = self.ranks.exit_code, self.ranks.seconds
-        self.ranks.end(grace=GRACE_SECONDS)
+        self.ranks.end(grace=grace)
         return ProcessResult(exit_code=exit_code, seconds=seconds, output=self.task.output, logs=self.task.logs)

@@ -1,7 +1,7 @@
 """Format a run as text (its passes, failures, and the summary of time and memory) and print it on rank 0."""
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import IO
 
 from capture.progress_bar import ProgressBar
@@ -233,12 +233,20 @@ class Console:
     On a terminal there is a progress bar instead of the lines per pass, and colours; elsewhere no line is wrapped.
     """
 
-    def __init__(self, *, quiet: bool, full_names: bool = False, file: IO[str] | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        quiet: bool,
+        full_names: bool = False,
+        file: IO[str] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._out = open_console(file)
+        self._clock = clock
         self._quiet = quiet
         self._full_names = full_names
         self._num_passes = 0
-        self._bar = ProgressBar(self._out.file)
+        self._bar = ProgressBar(self._out.file, clock=clock)
         self._next_tick = 0.0
         self._num_filled = 0
 
@@ -250,8 +258,8 @@ class Console:
         """Show that the actor is being opened, and that `num_more` more of its parameters have their values."""
         self._num_filled += num_more
         is_large = num_parameters >= MIN_MILLIONS_FOR_BAR * MILLION
-        if self.has_bar and is_large and time.monotonic() >= self._next_tick:
-            self._next_tick = time.monotonic() + TICK_SECONDS
+        if self.has_bar and is_large and self._clock() >= self._next_tick:
+            self._next_tick = self._clock() + TICK_SECONDS
             # Some parameters are filled twice.
             num_filled = min(self._num_filled, num_parameters)
             self._bar.show(num_filled // MILLION, num_parameters // MILLION, "million parameters filled")
@@ -263,7 +271,7 @@ class Console:
             self._bar.clear()
             print_pairs(self._out, list(lines.items()))
             print_line(self._out)
-        self._bar = ProgressBar(self._out.file)
+        self._bar = ProgressBar(self._out.file, clock=self._clock)
 
     def show_pass(self, rank_records: Sequence[PassRecord]) -> None:
         """Print one pass of all ranks: in the progress bar on a terminal, otherwise as a line."""

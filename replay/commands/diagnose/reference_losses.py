@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from transformers import PretrainedConfig
 
 from actor_init.adapters import add_adapter
 from actor_init.declarations.attention.plain import has_sdpa
@@ -90,10 +91,14 @@ def compute_plain_answer(
     return PlainAnswer(losses=losses, omission=omission, gradients=dict(_average_gradients(model, world)))
 
 
+def choose_attention(spec: ActorSpec, config: PretrainedConfig) -> str:
+    """Return the plain model's attention: sdpa, or eager for a spec that asks for it and a model without sdpa."""
+    return "sdpa" if spec.attention != Attention.EAGER and has_sdpa(config) else "eager"
+
+
 def _build_plain_model(spec: ActorSpec, source: ModelSource, device: torch.device, on_progress: OnProgress) -> Any:
     dtype = torch.float32 if spec.dtype is Dtype.FP16 else TORCH_DTYPES[spec.dtype]
-    kernel = "sdpa" if spec.attention != Attention.EAGER and has_sdpa(source.config) else "eager"
-    model = build_on_meta(source.config, attention=kernel, dtype=dtype)
+    model = build_on_meta(source.config, attention=choose_attention(spec, source.config), dtype=dtype)
     add_adapter(model, source.adapter)
     materialise(model, source.weights, device, on_progress=on_progress)
     if spec.has_user_model:
@@ -116,16 +121,25 @@ def _compute_custom_loss(
     return total
 
 
-def compute_chunked_loss(hidden_ND: Tensor, head: nn.Linear, target_N: Tensor, softcap: float | None) -> float:
-    """Return the cross entropy summed over tokens, with a log-sum-exp over chunks of tokens and vocabulary."""
+def compute_chunked_loss(
+    hidden_ND: Tensor,
+    head: nn.Linear,
+    target_N: Tensor,
+    softcap: float | None,
+    *,
+    num_tokens: int = TOKENS_PER_CHUNK,
+    num_words: int = VOCABULARY_PER_CHUNK,
+) -> float:
+    """Return the cross entropy summed over tokens, with a log-sum-exp over chunks.
+
+    A chunk has `num_tokens` tokens, and `num_words` entries of the vocabulary.
+    """
     total = 0.0
-    for hidden_CD, target_C in zip(
-        torch.split(hidden_ND, TOKENS_PER_CHUNK), torch.split(target_N, TOKENS_PER_CHUNK), strict=True
-    ):
+    for hidden_CD, target_C in zip(torch.split(hidden_ND, num_tokens), torch.split(target_N, num_tokens), strict=True):
         log_sum_C = torch.full_like(target_C, -torch.inf, dtype=torch.float32)
         target_logit_C = torch.zeros_like(log_sum_C)
-        for begin in range(0, head.out_features, VOCABULARY_PER_CHUNK):
-            end = min(begin + VOCABULARY_PER_CHUNK, head.out_features)
+        for begin in range(0, head.out_features, num_words):
+            end = min(begin + num_words, head.out_features)
             bias = None if head.bias is None else head.bias[begin:end]
             logits_CV = _apply_softcap(nn.functional.linear(hidden_CD, head.weight[begin:end], bias), softcap).float()
             log_sum_C = torch.logaddexp(log_sum_C, logits_CV.logsumexp(dim=-1))

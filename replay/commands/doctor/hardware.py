@@ -78,21 +78,25 @@ def _check_cpu() -> CheckResult:
     )
 
 
-def check_shared_memory(folder: Path = Path("/dev/shm")) -> CheckResult:
+def check_shared_memory(folder: Path = Path("/dev/shm"), *, least_free: int = LEAST_FREE_BYTES) -> CheckResult:
+    """Check that shared memory has `least_free` bytes free."""
     if not folder.is_dir():
         return CheckResult(
             name=str(folder), status=CheckStatus.NOTE, found="not there", advice="captures keep no ring in memory"
         )
     usage = shutil.disk_usage(folder)
     text = f"{usage.free / GIB:.2f} GiB free of {usage.total / GIB:.2f}"
-    if usage.free >= LEAST_FREE_BYTES:
+    if usage.free >= least_free:
         return CheckResult(name=str(folder), status=CheckStatus.OK, found=text)
     advice = "several ranks of NCCL, data loaders and a capture's ring use it. Try: docker run --shm-size=8g"
     return CheckResult(name=str(folder), status=CheckStatus.NOTE, found=text, advice=advice)
 
 
-def check_log_folder(folder: Path) -> CheckResult:
-    """Check that a run's folder can be created and written in `folder`; nothing is left there."""
+def check_log_folder(folder: Path, *, least_free: int = LEAST_FREE_BYTES) -> CheckResult:
+    """Check that a run's folder can be created and written in `folder`, and that `least_free` bytes are free there.
+
+    Nothing is left there.
+    """
     existing_folder = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     advice = "Try: --log-folder with a folder that you may write to"
     try:
@@ -106,7 +110,7 @@ def check_log_folder(folder: Path) -> CheckResult:
         text = f"{folder} cannot be written: {error.strerror}"
         return CheckResult(name="log folder", status=CheckStatus.BROKEN, found=text, advice=advice, needed=True)
     free = shutil.disk_usage(existing_folder).free
-    is_full = free < LEAST_FREE_BYTES
+    is_full = free < least_free
     return CheckResult(
         name="log folder",
         status=CheckStatus.NOTE if is_full else CheckStatus.OK,
@@ -140,10 +144,10 @@ LONGEST_BUILD_SECONDS = 600.0
 ARCHITECTURE = r"\d+\.\d+(\+PTX)?"
 
 
-def check_launcher(name: str) -> CheckResult:
-    """Check that the launcher the shell finds starts this Python."""
+def check_launcher(name: str, interpreter: Path = Path(sys.executable)) -> CheckResult:
+    """Check that the launcher the shell finds starts this Python, which is `interpreter`."""
     cost = "only `replay` and `python -m replay` work. " if name == "torchrun" else ""
-    beside_python = Path(sys.executable).parent / name
+    beside_python = interpreter.parent / name
     module = {"torchrun": "torch.distributed.run", "deepspeed": "deepspeed.launcher.runner"}[name]
     advice = f"Try: export PATH={beside_python.parent}:$PATH" if beside_python.exists() else f"Try: python -m {module}"
     path = shutil.which(name)
@@ -183,15 +187,15 @@ def _ask_for_prefix(python: str) -> str:
     return read_first_line([python, "-I", "-c", "import sys; print(sys.prefix)"])
 
 
-def check_compilers(*, on_cuda: bool, built_for: str | None) -> list[CheckResult]:
+def check_compilers(*, on_cuda: bool, built_for: str | None, headers: Path | None = None) -> list[CheckResult]:
     """Check the programs and headers that torch.compile and DeepSpeed's extensions are built with.
 
-    A replay without options needs none of them.
+    A replay without options needs none of them. `headers` is the folder of Python.h; None: that of this Python.
     """
     nvcc = _check_nvcc(on_cuda=on_cuda, built_for=built_for)
     return [
         _check_cxx(),
-        _check_headers(),
+        _check_headers(headers or Path(sysconfig.get_path("include"))),
         _check_ninja(),
         nvcc,
         *_check_architectures(on_cuda=on_cuda),
@@ -212,8 +216,8 @@ def _check_cxx() -> CheckResult:
     return CheckResult(name="g++", status=CheckStatus.OK, found=f"{version}, {path}")
 
 
-def _check_headers() -> CheckResult:
-    header = Path(sysconfig.get_path("include")) / "Python.h"
+def _check_headers(folder: Path) -> CheckResult:
+    header = folder / "Python.h"
     if header.exists():
         return CheckResult(name="Python.h", status=CheckStatus.OK, found=str(header))
     package = f"python{sys.version_info.major}.{sys.version_info.minor}-dev"

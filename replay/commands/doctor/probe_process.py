@@ -18,7 +18,6 @@ from typing import IO, Any
 from replay.output.text import CheckResult, CheckStatus
 from replay.processes.supervisor import ChildGroup, end_processes, start_process
 
-# How long a process may take to end after SIGTERM, until it gets SIGKILL.
 GRACE_SECONDS = 2.0
 ANSWER_MARK = "replay-doctor-answer: "
 COMMAND_SECONDS = 5
@@ -42,10 +41,14 @@ AnswerReader = Callable[[str, int | None, float], ProbeAnswer]
 
 
 class Prober:
-    """Start probes, from any thread, and end them all by a common deadline."""
+    """Start probes, from any thread, and end them all by a common deadline.
 
-    def __init__(self, timeout: float) -> None:
+    grace  seconds that a process may take to end after SIGTERM, until it gets SIGKILL
+    """
+
+    def __init__(self, timeout: float, *, grace: float = GRACE_SECONDS) -> None:
         self._timeout = timeout
+        self._grace = grace
         self._deadline = time.monotonic() + timeout
         self._running: set[ChildGroup] = set()
 
@@ -59,7 +62,7 @@ class Prober:
     ) -> ProbeAnswer:
         """Run the function `probe` of `probes.py`; `read` parses the output of one that prints no answer."""
         started_at = time.monotonic()
-        limit = min(self._timeout * share, self._deadline - started_at - 2 * GRACE_SECONDS)
+        limit = min(self._timeout * share, self._deadline - started_at - 2 * self._grace)
         if limit <= 0:
             return ProbeAnswer(error="not tried, no time was left", is_silent=True)
         # A surviving grandchild would hold a pipe open, and reading it would never end.
@@ -67,20 +70,20 @@ class Prober:
             command = [sys.executable, *build_probe_arguments(probe, limit, *arguments)]
             variables = os.environ | {"PYTHONUNBUFFERED": "1"} | dict(environment or {})
             start = partial(start_process, command, variables, stdin=subprocess.DEVNULL, output=out)
-            process = ChildGroup.start([start], limit=limit + GRACE_SECONDS)
+            process = ChildGroup.start([start], limit=limit + self._grace)
             self._running.add(process)
             try:
                 code = process.wait()
             finally:
                 # SIGTERM comes first: only the probe can end the ranks that it has started.
-                process.end(grace=GRACE_SECONDS)
+                process.end(grace=self._grace)
                 self._running.discard(process)
             return (read or _parse_answer)(_read_output(out), code, time.monotonic() - started_at)
 
     def stop(self) -> None:
         """End the probes that are still running."""
         self._deadline = 0.0
-        end_processes([process for group in list(self._running) for process in group.processes], grace=GRACE_SECONDS)
+        end_processes([process for group in list(self._running) for process in group.processes], grace=self._grace)
 
 
 def build_probe_arguments(probe: str, limit: float, *arguments: str) -> list[str]:

@@ -88,7 +88,7 @@ def write_folder(log: MinimiseLog, best: Candidate, check: CheckCandidate, *, is
         num_processes=candidate.num_processes,
         seconds=seconds,
     )
-    (home / "run.sh").write_text(_format_run_script(candidate, log.plan.parity), encoding="utf-8")
+    (home / "run.sh").write_text(format_run_script(candidate, log.plan.parity), encoding="utf-8")
     (home / "run.sh").chmod(0o700)
     (home / "versions.json").write_text(json.dumps(list_versions(), indent=1) + "\n", encoding="utf-8")
     shapes = [CaptureShape.read(read_call(path)) for path in capture_files(home / INPUTS)]
@@ -179,7 +179,8 @@ def _list_files(spec: ReplaySpec) -> list[Path]:
     ]
 
 
-def _format_run_script(candidate: Candidate, cell: ParityCell | None) -> str:
+def format_run_script(candidate: Candidate, cell: ParityCell | None) -> str:
+    """Return run.sh: the replay of the candidate, or of a parity cell and its reference, which it compares."""
     lines = ["#!/bin/sh", 'cd "$(dirname "$0")" || exit 2']
     if cell is None:
         lines.append(f"exec {_make_job(candidate.spec).repeat_line(num_processes=candidate.num_processes)}")

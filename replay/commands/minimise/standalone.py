@@ -150,7 +150,7 @@ def write_standalone(
             data["weights"] = {name: value.clone() for name, value in model.state_dict().items()}
         torch.save(data, home / DATA)
         (home / DATA).chmod(0o600)
-        (home / SCRIPT).write_text(_format_script(spec, failure, has_weights=has_own), encoding="utf-8")
+        (home / SCRIPT).write_text(format_script(spec, failure, has_weights=has_own), encoding="utf-8")
         shows, last_line = _run_script(home, failure, seconds)
         if shows:
             return Standalone(shows=True, weights=weights)
@@ -195,7 +195,11 @@ def _prepare_passes(inputs: Path, spec: ReplaySpec, source: ModelSource) -> list
     return passes
 
 
-def _format_script(spec: ReplaySpec, failure: ReplayFailure, *, has_weights: bool) -> str:
+def format_script(spec: ReplaySpec, failure: ReplayFailure, *, has_weights: bool) -> str:
+    """Return repro.py, which shows the failure with torch and transformers alone.
+
+    has_weights  whether it loads the replay's weights
+    """
     own_loss = USER_LOSS_PATTERN.fullmatch(spec.measure.loss)
     is_number = failure.kind in JOB_DIFFERENCES
     imports = ["import sys", "from pathlib import Path", *(["from types import SimpleNamespace"] if own_loss else [])]

@@ -123,10 +123,10 @@ def render_page(log: ParityLog, result: MatrixResult, differences: Pairs, pictur
     )
 
 
-def compute_shares(log: ParityLog, result: MatrixResult) -> Shares:
+def compute_shares(log: ParityLog, result: MatrixResult, *, max_runs: int = MAX_RUNS) -> Shares:
     """Return what the picture shows: each run's distances as shares of their bound.
 
-    A line is a run, or for more than MAX_RUNS all those with a value of an option, such as `tp 2 (96 runs)`.
+    A line is a run, or for more than `max_runs` all those with a value of an option, such as `tp 2 (96 runs)`.
     """
     bounds = {(noise.baseline, noise.quantity): noise.bound for noise in result.noises}
     cells = {row.cell.name: row.cell for row in log.rows}
@@ -138,7 +138,7 @@ def compute_shares(log: ParityLog, result: MatrixResult) -> Shares:
         }
         for name, cell_judgement in result.cells.items()
     }
-    if len(by_run) <= MAX_RUNS:
+    if len(by_run) <= max_runs:
         return by_run
     runs: dict[tuple[int, str], list[str]] = {}
     for name in by_run:

@@ -41,10 +41,13 @@ class ConvertedTexts:
     num_left_out: int
 
 
-def write_texts(dataset: Path, model: str | None, folder: Path, most: int) -> ConvertedTexts:
+def write_texts(
+    dataset: Path, model: str | None, folder: Path, most: int, *, max_length: int = MAX_LENGTH
+) -> ConvertedTexts:
     """Write the first `most` texts of `dataset` as captures into `folder`, with the model's config beside them.
 
-    Labels are the tokens themselves. Raises UsageError for a file without texts, or a model without a tokenizer.
+    A text keeps its first `max_length` tokens, which are the labels too. Raises UsageError for a file without texts, or
+    a model without a tokenizer.
     """
     texts = _read_texts(dataset)
     tokenizer = _load_tokenizer(dataset, model)
@@ -54,8 +57,8 @@ def write_texts(dataset: Path, model: str | None, folder: Path, most: int) -> Co
         if len(ids) < 2:
             num_left_out += 1
             continue
-        num_cut += len(ids) > MAX_LENGTH
-        ids_1S = torch.tensor([ids[:MAX_LENGTH]])
+        num_cut += len(ids) > max_length
+        ids_1S = torch.tensor([ids[:max_length]])
         tensors = {"input_ids": ids_1S, "attention_mask": torch.ones_like(ids_1S), "labels": ids_1S}
         origin = Origin(source="", rank=0, world_size=1, step=num_texts, time=utc_now(), model_name=model)
         write_call(folder, tensors, {}, trains=True, origin=origin)

@@ -195,7 +195,7 @@ class Suite:
             return NoCurve(reason=child.error, is_refusal=child.is_refusal)
         path = self.folder / f"{training.name}.jsonl"
         if path.exists():
-            return _read_curve(path)
+            return read_curve_file(path)
         try:
             curve = read_curve(PastRun.read(child.logs))
         except UsageError as error:
@@ -252,7 +252,8 @@ def _choose_inputs_folder(spec: SuiteSpec, folder: Path) -> Path:
     return (spec.output_dir or folder).resolve() / INPUTS
 
 
-def _read_curve(path: Path) -> LossCurve:
+def read_curve_file(path: Path) -> LossCurve:
+    """Read the steps of a configuration, which <name>.jsonl keeps. Raises UsageError if it is damaged."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
         steps = [parse_json(TrainingStep, line, source=f"line {number}") for number, line in enumerate(lines, start=1)]

@@ -19,6 +19,7 @@ from actor_init.spec import UsageError
 from replay.command_line.cli import app, main
 from replay.options.option_parsing import list_options
 from replay.options.spec import ReplaySpec
+from replay.processes.error_reports import run_to_exit_code
 from tests.helpers.made_captures import damage, write_config, write_pass
 from tests.helpers.made_logs import passed, write_log
 from tests.helpers.typed import spec_of
@@ -195,15 +196,13 @@ def test_of_several_ranks_only_the_first_speaks_of_a_wrong_command_line(
 
 
 def test_a_rank_that_alone_is_refused_says_so_in_the_end(
-    session: Callable[[Fake], None], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def run(spec: ReplaySpec, *, show_traceback: bool, as_json: bool) -> SimpleNamespace:
+    def refuse() -> int:
         raise UsageError("more processes than GPUs")
 
-    session(run)
-    monkeypatch.setattr("replay.processes.error_reports.HEAD_START_SECONDS", 0.0)
     monkeypatch.setenv("RANK", "1")
-    assert main([]) == 2
+    assert run_to_exit_code(refuse, head_start=0.0) == 2
     assert capsys.readouterr().err == "replay: rank 1: more processes than GPUs\n"
 
 

@@ -40,13 +40,11 @@ def test_a_bare_install_is_told_what_to_type_in_one_line(form: list[str]) -> Non
     )
 
 
-def test_the_doctor_needs_typer_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    there = {"typer"}
-    monkeypatch.setattr(entry, "find_spec", lambda name: name if name in there else None)
-    assert entry.complaint(["doctor"], (3, 11)) is None
-    assert entry.complaint(["compare"], (3, 11)) is not None
-    there.clear()
-    assert entry.complaint(["doctor"], (3, 11)) is not None
+def test_the_doctor_needs_typer_alone() -> None:
+    with_typer = {"typer": "a module"}.get
+    assert entry.complaint(["doctor"], (3, 11), find_module=with_typer) is None
+    assert entry.complaint(["compare"], (3, 11), find_module=with_typer) is not None
+    assert entry.complaint(["doctor"], (3, 11), find_module=lambda _: None) is not None
 
 
 def test_the_bare_install_needs_torch_alone_and_has_no_upper_bound() -> None:
@@ -71,12 +69,10 @@ def test_the_bare_install_needs_torch_alone_and_has_no_upper_bound() -> None:
         ("transformers", "5.0.0rc1", False),
     ],
 )
-def test_a_library_that_is_too_old_is_named(
-    name: str, installed: str, is_refused: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(entry, "_find_version", lambda asked: installed if asked == name else None)
-    refusal = entry.complaint([], (3, 11))
+def test_a_library_that_is_too_old_is_named(name: str, installed: str, is_refused: bool) -> None:
+    find_version = {name: installed}.get
+    refusal = entry.complaint([], (3, 11), find_version=find_version)
     assert (refusal is not None) is is_refused
     if refusal is not None:
         assert f"{name} {'2.6' if name == 'torch' else '4.57'} or later, and {installed} is installed" in refusal
-    assert entry.complaint(["doctor"], (3, 11)) is None
+    assert entry.complaint(["doctor"], (3, 11), find_version=find_version) is None

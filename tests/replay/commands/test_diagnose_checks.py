@@ -14,11 +14,8 @@ from transformers import GptOssConfig, LlamaConfig, PretrainedConfig
 
 from actor_init.inputs.documents import find_documents
 from actor_init.inputs.packing import prepare_inputs
-from actor_init.model import ModelSource
-from actor_init.spec import ActorSpec, Attention, Dtype
-from actor_init.weights import ignore_progress
+from actor_init.spec import ActorSpec, Attention
 from capture.file_format.micro_batch import IGNORED_LABEL, MicroBatch, Origin
-from replay.commands.diagnose import reference_losses
 from replay.commands.diagnose.checks import (
     LearningCurve,
     choose_inputs_goal,
@@ -30,7 +27,7 @@ from replay.commands.diagnose.checks import (
     split_rows,
     train_until_learned,
 )
-from replay.commands.diagnose.reference_losses import compute_chunked_loss
+from replay.commands.diagnose.reference_losses import choose_attention, compute_chunked_loss
 from replay.commands.diagnose.untimed_actor import select_rows, split_documents
 from tests.helpers.commands import ROOT
 
@@ -58,20 +55,9 @@ def batch_of(ids: Sequence[Sequence[int]], **changes: object) -> MicroBatch:
     ],
 )
 def test_the_plain_model_has_a_kernel_that_its_class_has(
-    config: PretrainedConfig, attention: Attention, kernel: str, monkeypatch: pytest.MonkeyPatch
+    config: PretrainedConfig, attention: Attention, kernel: str
 ) -> None:
-    built: list[str] = []
-
-    def build(config: PretrainedConfig, *, attention: str, dtype: torch.dtype) -> nn.Module:
-        built.append(attention)
-        return nn.Identity()
-
-    monkeypatch.setattr(reference_losses, "build_on_meta", build)
-    monkeypatch.setattr(reference_losses, "materialise", lambda *args, **options: None)
-    source = ModelSource(config=config, weights=cast(Any, None), name="")
-    spec = ActorSpec(attention=attention, dtype=Dtype.FP32)
-    reference_losses._build_plain_model(spec, source, torch.device("cpu"), ignore_progress)
-    assert built == [kernel]
+    assert choose_attention(ActorSpec(attention=attention), config) == kernel
 
 
 @pytest.mark.parametrize(
@@ -145,9 +131,7 @@ def test_documents_alone_have_the_targets_that_the_actor_has() -> None:
 
 @pytest.mark.parametrize("softcap", [None, 2.0])
 @pytest.mark.parametrize("bias", [False, True])
-def test_a_loss_in_chunks_is_torch_s(softcap: float | None, bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reference_losses, "TOKENS_PER_CHUNK", 3)
-    monkeypatch.setattr(reference_losses, "VOCABULARY_PER_CHUNK", 7)
+def test_a_loss_in_chunks_is_torch_s(softcap: float | None, bias: bool) -> None:
     torch.manual_seed(0)
     hidden_ND, head, target_N = torch.randn(8, 5), nn.Linear(5, 23, bias=bias), torch.randint(23, (8,))
     logits_NV = head(hidden_ND)
@@ -155,9 +139,8 @@ def test_a_loss_in_chunks_is_torch_s(softcap: float | None, bias: bool, monkeypa
         logits_NV if softcap is None else softcap * torch.tanh(logits_NV / softcap), target_N, reduction="sum"
     )
     with torch.no_grad():
-        assert compute_chunked_loss(hidden_ND, head, target_N, softcap) == pytest.approx(
-            float(expected.detach()), rel=1e-6
-        )
+        loss = compute_chunked_loss(hidden_ND, head, target_N, softcap, num_tokens=3, num_words=7)
+    assert loss == pytest.approx(float(expected.detach()), rel=1e-6)
 
 
 @pytest.mark.parametrize(

@@ -6,9 +6,8 @@ import resource
 import shutil
 import subprocess
 import sys
-import sysconfig
-from collections import namedtuple
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ from actor_init.attention.kernels import register
 from actor_init.declarations.attention import KERNELS
 from actor_init.spec import UsageError
 from replay.command_line.cli import main
-from replay.commands.doctor import hardware, packages
+from replay.commands.doctor import hardware
 from replay.commands.doctor import report as doctor
 from replay.commands.doctor.hardware import (
     check_compilers,
@@ -32,7 +31,14 @@ from replay.commands.doctor.hardware import (
     check_log_folder,
     check_shared_memory,
 )
-from replay.commands.doctor.packages import PACKAGES, check_package, check_variables, is_within, read_required_ranges
+from replay.commands.doctor.packages import (
+    PACKAGES,
+    check_package,
+    check_variables,
+    is_installed,
+    is_within,
+    read_required_ranges,
+)
 from replay.commands.doctor.probe_process import ProbeAnswer, Prober, judge_answer
 from replay.output.text import CheckResult, CheckStatus, format_check
 from tests.warm import warm_bin
@@ -50,9 +56,13 @@ def make_package(folder: Path, name: str, source: str, number: str | None = None
     (folder / name / "__init__.py").write_text(source)
     # Without metadata transformers imports the package to ask for its version.
     if number is not None:
-        metadata = folder / f"{name}-{number}.dist-info"
-        metadata.mkdir()
-        (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {number}\n")
+        write_metadata(folder, name, number)
+
+
+def write_metadata(folder: Path, name: str, number: str) -> None:
+    metadata = folder / f"{name}-{number}.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {number}\n")
 
 
 def make_script(path: Path, text: str) -> Path:
@@ -100,10 +110,9 @@ def test_an_import_that_breaks_is_a_line(
 ) -> None:
     make_package(tmp_path, "flash_attn", source)
     monkeypatch.syspath_prepend(str(tmp_path))
-    # Python's start takes a while.
-    monkeypatch.setattr("replay.commands.doctor.probe_process.GRACE_SECONDS", 60.0)
     share = 0.01 if status is CheckStatus.NO_ANSWER else 0.5
-    answer = Prober(300.0).ask("import_module", "flash_attn", share=share)
+    # Python's start takes a while.
+    answer = Prober(300.0, grace=60.0).ask("import_module", "flash_attn", share=share)
     check = check_package(FLASH, answer, on_cuda=True, is_default=True)
     assert (check.status, check.fails) == (status, status is not CheckStatus.OK)
     assert says in check.found
@@ -168,8 +177,9 @@ def test_the_ranges_are_those_of_the_metadata_and_all_can_be_read() -> None:
         is_within("1.0", wanted)
 
 
-def test_a_version_out_of_range_fails_and_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packages, "version", lambda _: "2.1.0")
+def test_a_version_out_of_range_fails_and_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_metadata(tmp_path, "torch", "2.1.0")
+    monkeypatch.syspath_prepend(str(tmp_path))
     check = check_package(TORCH, ProbeAnswer(), on_cuda=False, is_default=True)
     assert check.fails
     assert check.found == f"2.1.0 is outside {read_required_ranges()['torch']}"
@@ -201,35 +211,46 @@ def _one_token_late(mask: Any) -> Any:
     return mask | mask.roll(1, -1)
 
 
+@contextmanager
+def as_sdpa(kernel: Callable[..., Any]) -> Iterator[None]:
+    """Let transformers know this kernel as sdpa."""
+    right = AttentionInterface()["sdpa"]
+    AttentionInterface.register("sdpa", kernel)
+    try:
+        yield
+    finally:
+        AttentionInterface.register("sdpa", right)
+
+
 @pytest.mark.parametrize("wrong", [_without_documents, _one_token_late])
-def test_a_kernel_with_a_wrong_mask_is_wrong(monkeypatch: pytest.MonkeyPatch, wrong: Callable[[Any], Any]) -> None:
+def test_a_kernel_with_a_wrong_mask_is_wrong(wrong: Callable[[Any], Any]) -> None:
     right = AttentionInterface()["sdpa"]
 
     def kernel(module: Any, query: Any, key: Any, value: Any, mask: Any, **more: Any) -> Any:
         return right(module, query, key, value, wrong(mask), **more)
 
-    monkeypatch.setitem(AttentionInterface._global_mapping, "sdpa", kernel)
-    assert kernel_choice.measure_error("sdpa", CPU) > 5 * kernel_choice.BOUND
+    with as_sdpa(kernel):
+        assert kernel_choice.measure_error("sdpa", CPU) > 5 * kernel_choice.BOUND
 
 
-def test_a_wrong_gradient_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_gradient_is_wrong() -> None:
     right = AttentionInterface()["sdpa"]
 
     def kernel(module: Any, query: Any, key: Any, value: Any, mask: Any, **more: Any) -> Any:
         return right(module, query, key * 0.5 + key.detach() * 0.5, value, mask, **more)
 
-    monkeypatch.setitem(AttentionInterface._global_mapping, "sdpa", kernel)
-    assert kernel_choice.measure_error("sdpa", CPU) > 5 * kernel_choice.BOUND
+    with as_sdpa(kernel):
+        assert kernel_choice.measure_error("sdpa", CPU) > 5 * kernel_choice.BOUND
 
 
-def test_a_kernel_of_nan_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kernel_of_nan_is_wrong() -> None:
     right = AttentionInterface()["sdpa"]
 
     def kernel(module: Any, *inputs: Any, **more: Any) -> Any:
         return right(module, *inputs, **more)[0] * float("nan"), None
 
-    monkeypatch.setitem(AttentionInterface._global_mapping, "sdpa", kernel)
-    error = kernel_choice.measure_error("sdpa", CPU)
+    with as_sdpa(kernel):
+        error = kernel_choice.measure_error("sdpa", CPU)
     check = judge_answer(
         "sdpa", ProbeAnswer(facts={"error": error, "bound": 0.02}), works="", cost="", needed=True, has_error=True
     )
@@ -286,8 +307,7 @@ def test_a_launcher_that_is_not_on_path_says_where_it_is(tmp_path: Path, monkeyp
     monkeypatch.setenv("PATH", str(tmp_path))
     assert check_launcher("deepspeed").status is CheckStatus.MISSING
     make_script(tmp_path / "bin" / "deepspeed", "")
-    monkeypatch.setattr(sys, "executable", str(tmp_path / "bin" / "python"))
-    assert check_launcher("deepspeed").advice == f"Try: export PATH={tmp_path}/bin:$PATH"
+    assert check_launcher("deepspeed", tmp_path / "bin" / "python").advice == f"Try: export PATH={tmp_path}/bin:$PATH"
 
 
 @pytest.mark.parametrize(
@@ -332,8 +352,7 @@ def test_compilers_that_are_not_there(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setenv("CUDA_HOME", str(tmp_path))
-    monkeypatch.setattr(sysconfig, "get_path", lambda _: str(tmp_path))
-    checks = check_compilers(on_cuda=True, built_for="13.0")
+    checks = check_compilers(on_cuda=True, built_for="13.0", headers=tmp_path)
     assert {check.status for check in checks} == {CheckStatus.MISSING}
     assert [check.name for check in checks] == ["g++", "Python.h", "ninja", "nvcc"]
 
@@ -419,36 +438,56 @@ def test_a_log_folder_that_cannot_be_written_fails(tmp_path: Path) -> None:
     assert (check.status, list(tmp_path.iterdir())) == (CheckStatus.OK, [tmp_path / "file"])
 
 
-def test_little_room_is_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    usage = namedtuple("usage", "total used free")
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(64 * 2**20, 0, 64 * 2**20))
-    assert (check_shared_memory(tmp_path).status, check_log_folder(tmp_path).status) == (
-        CheckStatus.NOTE,
-        CheckStatus.NOTE,
-    )
-    assert "--shm-size" in check_shared_memory(tmp_path).advice
+def test_little_room_is_noted(tmp_path: Path) -> None:
+    more_than_there_is = shutil.disk_usage(tmp_path).total + 1
+    for check in (check_shared_memory, check_log_folder):
+        assert check(tmp_path, least_free=0).status is CheckStatus.OK
+        assert check(tmp_path, least_free=more_than_there_is).status is CheckStatus.NOTE
+    assert "--shm-size" in check_shared_memory(tmp_path, least_free=more_than_there_is).advice
 
 
-def test_few_open_files_are_noted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(resource, "getrlimit", lambda _: (256, 256))
-    assert find_check(hardware.check_limits(on_cuda=False), "ulimit -n").status is CheckStatus.NOTE
+def test_few_open_files_are_noted() -> None:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, before[1]))
+    try:
+        checks = hardware.check_limits(on_cuda=False)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    assert find_check(checks, "ulimit -n").status is CheckStatus.NOTE
 
 
 # the whole
 
 
+Answers = Mapping[tuple[str, ...], ProbeAnswer]
+PutAnswers = Callable[[Answers], None]
+
+
 class FakeProber:
     """Answers by probe and first argument; what the table does not have works."""
 
-    answers: dict[tuple[str, ...], ProbeAnswer]
-
-    def __init__(self, timeout: float) -> None: ...
+    def __init__(self, answers: Answers) -> None:
+        self.answers = answers
 
     def ask(self, probe: str, *arguments: str, **options: Any) -> ProbeAnswer:
         right = {"measure_kernel_error": {"error": 0.003, "bound": 0.02}, "run_one_pass": {"loss": 1.0}}.get(probe, {})
         return self.answers.get((probe, *arguments[:1]), self.answers.get((probe,), ProbeAnswer(facts=right)))
 
     def stop(self) -> None: ...
+
+
+@pytest.fixture
+def put_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> PutAnswers:
+    """Lets probes have answers, on a machine that has all packages."""
+    for package in PACKAGES:
+        if not is_installed(package):
+            make_package(tmp_path / "packages", package.module, "")
+    monkeypatch.syspath_prepend(str(tmp_path / "packages"))
+
+    def put(answers: Answers) -> None:
+        monkeypatch.setattr(doctor, "Prober", lambda timeout: FakeProber(answers))
+
+    return put
 
 
 ON_CPU = ProbeAnswer(facts={"gpus": [], "torch": "2.13.0+cpu", "built_for": None, "default_kernel": "sdpa"})
@@ -490,13 +529,11 @@ BAD = ProbeAnswer(error="ImportError: broken")
 def test_the_exit_code_is_about_what_a_replay_without_options_needs(
     answers: dict[tuple[str, ...], ProbeAnswer],
     failing: list[str],
+    put_answers: PutAnswers,
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(doctor, "Prober", FakeProber)
-    monkeypatch.setattr(FakeProber, "answers", answers, raising=False)
-    monkeypatch.setattr(doctor, "is_installed", lambda package: True)
+    put_answers(answers)
     assert main(["doctor", "--log-folder", str(tmp_path), "--json"]) == bool(failing)
     printed = json.loads(capsys.readouterr().out)
     assert (printed["works"], printed["failing"]) == (not failing, failing)
@@ -511,7 +548,9 @@ def test_the_exit_code_is_about_what_a_replay_without_options_needs(
 
 
 def test_an_error_that_comes_from_a_package_names_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    put_answers: PutAnswers,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     because_of = {("import_module", name): BAD for name in ("torch", "deepspeed")}
     answers = because_of | {
@@ -519,8 +558,7 @@ def test_an_error_that_comes_from_a_package_names_it(
         ("measure_kernel_error", "sdpa"): BAD,
         ("compile_function",): ProbeAnswer(error="other"),
     }
-    monkeypatch.setattr(doctor, "Prober", FakeProber)
-    monkeypatch.setattr(FakeProber, "answers", answers, raising=False)
+    put_answers(answers)
     main(["doctor", "--log-folder", str(tmp_path)])
     lines = {line.split()[1]: line for line in capsys.readouterr().out.splitlines() if line.startswith("  broken")}
     assert [name for name, line in lines.items() if "because of torch" in line] == ["deepspeed", "sdpa"]

@@ -21,7 +21,7 @@ from replay.api.logs import PastCampaign
 from replay.command_line.cli import main
 from replay.commands.minimise import folder as folder_module
 from replay.commands.minimise.cutting import Candidate
-from replay.commands.minimise.folder import _format_run_script
+from replay.commands.minimise.folder import format_run_script
 from replay.commands.minimise.standalone import Standalone
 from replay.commands.minimise.trials import MinimiseTrial, ParityCell
 from replay.processes.pool import ProcessResult, Task
@@ -85,7 +85,7 @@ def test_the_script_of_a_parity_cell_runs_both_and_says_what_no_option_sets(is_r
         inputs=replace(cell.spec.inputs, reverse_rows=is_reversed),
         measure=replace(cell.spec.measure, details=True),
     )
-    lines = _format_run_script(Candidate.from_spec([], spec, 2), cell).splitlines()
+    lines = format_run_script(Candidate.from_spec([], spec, 2), cell).splitlines()
     there = replace(spec.inputs, inputs=Path("inputs"))
     traced = replace(spec.measure, details=False, trace=True)
     assert [line for line in lines if line.startswith("# ")] == (

@@ -12,7 +12,7 @@ from actor_init.spec import UsageError
 from replay.commands.minimise.cutting import Candidate, CaptureShape, Cut
 from replay.commands.minimise.failure import FailureKind, ReplayFailure
 from replay.commands.minimise.search import MinimiseSearch, OutOfRunsError, bisect, ddmin
-from replay.commands.minimise.standalone import _format_script
+from replay.commands.minimise.standalone import format_script
 from tests.helpers.typed import spec_of
 
 NUM_FILES, NUM_ROWS, LENGTH, LAYERS = 12, 4, 64, 16
@@ -284,14 +284,14 @@ def test_options_that_need_each_other_are_not_tried_apart() -> None:
 @pytest.mark.parametrize(("kernel", "name"), [("flash", "sdpa"), ("flex", "eager"), ("eager", "eager")])
 def test_a_standalone_script_has_a_kernel_that_its_model_has_on_a_cpu(kernel: str, name: str) -> None:
     """Flex attention is what models without sdpa are trained with."""
-    script = _format_script(spec_of(["--attention", kernel, "--dtype", "bf16"]), FAILURE, has_weights=False)
+    script = format_script(spec_of(["--attention", kernel, "--dtype", "bf16"]), FAILURE, has_weights=False)
     assert f'"{name}"' in next(line for line in script.splitlines() if "attn_implementation" in line)
 
 
 @pytest.mark.parametrize("names", [["gradient"], ["gradient", "activation"]])
 def test_a_standalone_script_checkpoints_under_the_name_that_its_transformers_knows(names: Sequence[str]) -> None:
     """4.57 has the older name alone, and 5.23 warns of it."""
-    script = _format_script(spec_of(["--gradient-checkpointing", "--dtype", "fp32"]), FAILURE, has_weights=False)
+    script = format_script(spec_of(["--gradient-checkpointing", "--dtype", "fp32"]), FAILURE, has_weights=False)
     [begin] = [number for number, line in enumerate(script.splitlines()) if line.startswith("new_name = ")]
     called: list[tuple[str, object]] = []
     methods = {f"{name}_checkpointing_enable": lambda given, name=name: called.append((name, given)) for name in names}

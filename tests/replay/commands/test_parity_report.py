@@ -2,15 +2,13 @@
 
 from pathlib import Path
 
-import pytest
-
 from actor_init.spec import Dtype
 from replay.agreement.matrix import read_settings
 from replay.agreement.noise_floor import CellResult, FarthestPoint, JudgedCell, MatrixResult, ParityNoise
 from replay.agreement.plan import Cell, Role
 from replay.agreement.rows import ParityLog
 from replay.campaign.campaign import Campaign
-from replay.commands.parity import report as parity_report
+from replay.commands.parity.report import compute_shares
 from replay.comparison.plot import draw_parity
 from replay.processes.pool import Machine
 from tests.helpers.liger_on_a_cpu import liger_on_a_cpu
@@ -57,16 +55,15 @@ def made() -> tuple[list[Cell], ParityLog, MatrixResult]:
     return cells, log, MatrixResult(cells=judged, noises=noises, remarks=(), costs={})
 
 
-def test_each_run_has_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_run_has_a_line() -> None:
     cells, log, result = made()
-    monkeypatch.setattr(parity_report, "MAX_RUNS", len(cells))
     expected = {cell.name: {"loss": [number / BOUNDS[cell.spec.actor.dtype]]} for number, cell in enumerate(cells)}
-    assert parity_report.compute_shares(log, result) == expected
+    assert compute_shares(log, result, max_runs=len(cells)) == expected
 
 
 def test_of_many_runs_each_value_of_an_option_has_a_line(tmp_path: Path) -> None:
     cells, log, result = made()
-    found = parity_report.compute_shares(log, result)
+    found = compute_shares(log, result)
     values = [line.partition(" (")[0] for line in found]
     stages = [f"deepspeed, ZeRO stage {stage}" for stage in range(4)]
     stages += ["fsdp2, ZeRO stage 2", "fsdp2, ZeRO stage 3"]

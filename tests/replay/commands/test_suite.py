@@ -34,7 +34,7 @@ from replay.commands.suite.plan import (
     find_skipped,
     plan_trainings,
 )
-from replay.commands.suite.runs import _read_curve
+from replay.commands.suite.runs import read_curve_file
 from replay.options.spec import LossName
 from replay.processes.pool import Machine, ProcessResult, Task
 from replay.resolution.selection import select
@@ -447,7 +447,7 @@ def test_a_suite_that_was_interrupted_goes_on_with_what_is_missing(
     assert runner.started == ["ddp", "deepspeed", "fsdp2", "deepspeed", "fsdp2"]
     assert (moved / "ddp.jsonl").read_bytes() == first
     assert (moved / "runs" / "deepspeed" / "0" / "output.txt").read_text() == "replay: deepspeed says why\n"
-    curves = {name: _read_curve(moved / f"{name}.jsonl") for name in ("ddp", "deepspeed", "fsdp2")}
+    curves = {name: read_curve_file(moved / f"{name}.jsonl") for name in ("ddp", "deepspeed", "fsdp2")}
     for found in curves.values():
         assert len(found.losses) == 3
         assert found.losses[2] < found.losses[1] < found.losses[0]

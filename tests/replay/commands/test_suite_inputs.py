@@ -13,7 +13,6 @@ from actor_init.spec import UsageError
 from capture.file_format.actor_config import read_actor_config
 from capture.file_format.capture_file import read_micro_batch
 from capture.file_format.listing import capture_files
-from replay.commands.suite import inputs as suite_inputs
 from replay.commands.suite.inputs import prepare_inputs, write_texts
 from replay.commands.suite.plan import SuiteSpec
 from replay.options.spec import LossName
@@ -50,12 +49,9 @@ def texts(*words: str) -> list[dict[str, str]]:
     return [{"text": text} for text in words]
 
 
-def test_each_text_is_a_training_pass_whose_labels_are_its_tokens(
-    tmp_path: Path, target: Path, model: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(suite_inputs, "MAX_LENGTH", 3)
+def test_each_text_is_a_training_pass_whose_labels_are_its_tokens(tmp_path: Path, target: Path, model: str) -> None:
     dataset = jsonl(tmp_path, *texts("two one", "one", "three two one four"), "", *texts("one one", "never read"))
-    written = write_texts(dataset, model, target, 3)
+    written = write_texts(dataset, model, target, 3, max_length=3)
     assert (written.num_texts, written.num_cut, written.num_left_out) == (3, 1, 1)
     batches = [read_micro_batch(path) for path in capture_files(target)]
     assert [batch.sequences_BS.tolist() for batch in batches] == [[[2, 1]], [[3, 2, 1]], [[1, 1]]]

@@ -6,7 +6,6 @@ import pty
 import re
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -28,6 +27,7 @@ from replay.runlog.run_file import RunFile, RunStart, RunWork
 from replay.runner.result import Run
 from replay.runner.text import Console
 from tests.helpers.made_records import GIB, cost, record
+from tests.helpers.made_time import Clock
 
 LONG = "actor_inputs_rank0_20260301_091244_430740_" + "0" * 150 + ".pkl"
 ALL_REPLAYED = Selection(inputs=[], num_left_out_passes=0, num_left_over=0, damaged=[], dealing="")
@@ -248,17 +248,22 @@ def test_on_a_terminal_a_pass_overwrites_the_line_of_the_one_before() -> None:
     ]
 
 
-def test_on_a_terminal_the_weights_that_are_filled_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("capture.progress_bar.time", SimpleNamespace(monotonic=iter([0.0, 10.0]).__next__))
-    text = on_a_terminal(lambda console: console.show_opening(20_000_000, 80_000_000))
+def test_on_a_terminal_the_weights_that_are_filled_are_counted() -> None:
+    clock = Clock()
+
+    def fill_in_ten_seconds(console: Console) -> None:
+        clock.now += 10.0
+        console.show_opening(20_000_000, 80_000_000)
+
+    text = on_a_terminal(fill_in_ten_seconds, clock)
     assert re.match(rb"#####\.{15} 20 of 80, 30 s left  million parameters filled +\r", text)
 
 
-def on_a_terminal(write: Callable[[Console], None]) -> bytes:
+def on_a_terminal(write: Callable[[Console], None], clock: Clock | None = None) -> bytes:
     """What a terminal receives, to its end: one read may return the beginning of what was written."""
     ours, theirs = pty.openpty()
     with os.fdopen(theirs, "w") as terminal:
-        write(Console(quiet=False, file=terminal))
+        write(Console(quiet=False, file=terminal, clock=(clock or Clock()).read))
         terminal.write("END")
         terminal.flush()
         received = b""

@@ -6,9 +6,8 @@ import select
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,10 +17,10 @@ from replay.options.spec import MeasureSpec, ReplaySpec
 from replay.processes import forkserver
 from replay.processes.child_job import ChildJob
 from replay.processes.launch import list_gpus
-from replay.processes.pool import ProcessResult, RunningTask, Task, run_children
+from replay.processes.pool import GRACE_SECONDS, ProcessResult, Task, run_children
 from replay.runlog.reader import PastRun
 from tests.helpers.commands import ROOT
-from tests.helpers.made_time import an_hour_a_line
+from tests.helpers.made_time import Clock, an_hour_a_line
 from tests.warm import warm_bin
 
 pytestmark = pytest.mark.usefixtures("fork_server_as_a_users")
@@ -53,8 +52,8 @@ class Programs:
         )
 
 
-def run_child(task: Task) -> ProcessResult:
-    [(_, child)] = run_children([(None, task)], at_once=1)
+def run_child(task: Task, grace: float = GRACE_SECONDS) -> ProcessResult:
+    [(_, child)] = run_children([(None, task)], at_once=1, grace=grace)
     return child
 
 
@@ -142,9 +141,8 @@ def test_what_does_not_hear_a_sigterm_is_killed(programs: Programs, monkeypatch:
         f"while True: {WAIT}",
     )
     task = programs.task("deaf")
-    monkeypatch.setattr("replay.processes.pool.GRACE_SECONDS", task.limit)
     an_hour_a_line(task.output, monkeypatch)
-    child = run_child(task)
+    child = run_child(task, grace=task.limit)
     assert child.exit_code is None
     pid, heard = child.output.read_text().split()
     assert heard == "heard"
@@ -207,20 +205,18 @@ def test_on_a_gpu_are_no_more_processes_than_are_asked_for(programs: Programs, t
     assert ended == [("a", 0), ("b", 0), ("c", 0)]
 
 
-def test_after_a_time_none_begins(programs: Programs, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_after_a_time_none_begins(programs: Programs) -> None:
     """Not even the one that waits for room then: the first ends after that time."""
-    now = [60.0]
-    monkeypatch.setattr("replay.processes.pool.time", SimpleNamespace(monotonic=lambda: now[0]))
+    clock = Clock(now=60.0)
     programs.write()
-    tasks = [(name, programs.task(name)) for name in "ab"]
-    start = RunningTask.start
 
-    def late(task: Task, gpus: Sequence[str]) -> RunningTask:
-        now[0] = 61.0
-        return start(task, gpus)
+    def tasks() -> Iterator[tuple[str, Task]]:
+        yield "a", programs.task("a")
+        clock.now = 61.0  # the first has begun
+        yield "b", programs.task("b")
 
-    monkeypatch.setattr(RunningTask, "start", late)
-    assert [name for name, _ in run_children(tasks, at_once=1, start_deadline=60.0)] == ["a"]
+    ended = run_children(tasks(), at_once=1, start_deadline=60.0, clock=clock.read)
+    assert [name for name, _ in ended] == ["a"]
 
 
 def test_the_port_of_the_ranks_is_taken_before_they_begin(programs: Programs) -> None:
