@@ -2,7 +2,10 @@
 
 import os
 import re
+import sys
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).parents[2]
 # Variables that say where this machine has programs, libraries, packages, compilers, GPUs and room, and pytest's own.
@@ -17,3 +20,9 @@ def job_environment() -> dict[str, str]:
     """Variables of a training job that a test starts: none of the world that tests in this process have opened."""
     kept = {name: value for name, value in os.environ.items() if name == "HOME" or KEPT_VARIABLES.fullmatch(name)}
     return kept | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
+
+
+def lack_package(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let an import of the package, or of what is in it, fail as where it is not installed."""
+    for module in {name, *(module for module in sys.modules if module.startswith(f"{name}."))}:
+        monkeypatch.setitem(sys.modules, module, None)

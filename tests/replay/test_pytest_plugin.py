@@ -16,6 +16,7 @@ from replay.command_line import entry
 from replay.verdict.causes.cause import Cause, CauseName, Sureness
 from replay.verdict.findings import Finding, FindingStatus
 from replay.verdict.outcomes import Outcome, PassVerdict, Verdict
+from tests.helpers.machine import lack_package
 from tests.helpers.made_logs import VERDICT, passed, write_log
 from tests.helpers.made_records import record
 
@@ -174,10 +175,10 @@ def test_no_marker(replayed_run):
 def test_where_only_capture_can_be_used_a_test_says_what_to_install(
     pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(entry, "NEEDED", ("no_such_package",))
+    lack_package("jinja2", monkeypatch)
     done = run_tests(pytester, "def test_it(replay_capture):\n    replay_capture()\ndef test_other():\n    pass")
     done.assert_outcomes(passed=1, failed=1)
-    done.stdout.fnmatch_lines(["replaying needs no_such_package, * Try: pip install 'micro-replay?replay?'"])
+    done.stdout.fnmatch_lines(["replaying needs jinja2, * Try: pip install 'micro-replay?replay?'"])
 
 
 def test_it_imports_nothing_heavy() -> None:

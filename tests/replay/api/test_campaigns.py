@@ -1,8 +1,7 @@
 """What commands of many replays refuse from Python, in Python's words, and before anything heavy is imported."""
 
 import multiprocessing
-import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +9,7 @@ import numpy as np
 import pytest
 
 import replay
+from tests.helpers.machine import lack_package
 
 
 @pytest.mark.parametrize(
@@ -72,11 +72,17 @@ def test_a_wrong_option_is_refused_in_python_s_words(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.fixture
+def daemonic() -> Iterator[None]:
+    """Mark this process as a worker of multiprocessing.Pool is marked."""
+    multiprocessing.current_process().daemon = True
+    yield
+    multiprocessing.current_process().daemon = False
+
+
+@pytest.mark.usefixtures("daemonic")
 @pytest.mark.parametrize("function", [replay.run, replay.scan])
-def test_a_daemonic_process_may_start_none(
-    function: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setitem(vars(multiprocessing.current_process())["_config"], "daemon", True)
+def test_a_daemonic_process_may_start_none(function: Callable[..., Any], tmp_path: Path) -> None:
     with pytest.raises(replay.UsageError, match=r"this one is daemonic, as workers of multiprocessing\.Pool are"):
         function(log_folder=tmp_path)
     assert list(tmp_path.iterdir()) == []
@@ -85,6 +91,6 @@ def test_a_daemonic_process_may_start_none(
 def test_one_of_several_processes_may_not_start_many(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "1")
-    monkeypatch.setitem(sys.modules, "torch", None)
+    lack_package("torch", monkeypatch)
     with pytest.raises(replay.UsageError, match=r"replay\.scan starts its own processes, and this one is rank 1 of 2"):
         replay.scan()

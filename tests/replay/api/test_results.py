@@ -20,6 +20,7 @@ from replay.verdict.causes.cause import Cause, CauseName, Sureness
 from replay.verdict.findings import Finding, FindingStatus
 from replay.verdict.outcomes import Coverage, Outcome, PassVerdict
 from replay.verdict.recorded_pass import WeightComparison
+from tests.helpers.machine import lack_package
 from tests.helpers.made_captures import damage, write_pass, write_passes
 from tests.helpers.made_logs import VERDICT, passed, write_log
 from tests.helpers.made_records import record
@@ -133,9 +134,7 @@ def test_a_run_without_weights_has_an_empty_table_of_them(tmp_path: Path) -> Non
 
 
 def test_without_pandas_a_table_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import sys
-
-    monkeypatch.setitem(sys.modules, "pandas", None)
+    lack_package("pandas", monkeypatch)
     run = open_run(write_log(tmp_path / "log", [passed(0, "x")]))
     with pytest.raises(replay.UsageError, match="Try: pip install pandas"):
         run.passes()

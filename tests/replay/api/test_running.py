@@ -24,6 +24,7 @@ from replay.campaign.result import CampaignResult
 from replay.command_line.cli import main, parse_command_line
 from replay.options.spec import StepMode
 from tests.helpers.children import start_each_task
+from tests.helpers.machine import lack_package
 from tests.helpers.schemas import assert_valid
 from tests.warm import warm_bin
 
@@ -94,7 +95,7 @@ def test_processes_are_a_multiple_of_the_ranks_that_share_a_pass(processes: int,
 def test_one_of_several_processes_may_not_start_a_replay(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "1")
-    monkeypatch.setitem(sys.modules, "torch", None)
+    lack_package("torch", monkeypatch)
     with pytest.raises(replay.UsageError, match="this one is rank 1 of 2 of a launcher's processes"):
         replay.run(log_folder=tmp_path)
 

@@ -1,7 +1,6 @@
 """Files of texts as captures: what arrives, and what is refused in one line."""
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from capture.file_format.listing import capture_files
 from replay.commands.suite.inputs import prepare_inputs, write_texts
 from replay.commands.suite.plan import SuiteSpec
 from replay.options.spec import LossName
+from tests.helpers.machine import lack_package
 
 WORDS = {"<unk>": 0, "one": 1, "two": 2, "three": 3}
 CONFIG = {"model_type": "llama", "vocab_size": 4, "num_hidden_layers": 1}
@@ -110,7 +110,7 @@ def test_texts_need_a_model_with_a_tokenizer(tmp_path: Path, target: Path, named
 def test_parquet_without_pyarrow_says_what_to_install(
     tmp_path: Path, target: Path, model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    lack_package("pyarrow", monkeypatch)
     with pytest.raises(UsageError, match=r"needs pyarrow. Try: pip install 'micro-replay\[parquet\]', or a"):
         write_texts(tmp_path / "texts.parquet", model, target, 8)
 
