@@ -1,5 +1,6 @@
 """`replay diagnose`: a sound actor passes every check, and each fault fails the line that is there for it."""
 
+import io
 import json
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -22,11 +23,14 @@ from actor_init.world import World
 from capture import recording
 from capture.file_format.actor_config import write_actor_config
 from replay.command_line.cli import main, parse_command_line
-from replay.output.text import CheckResult, CheckStatus
+from replay.commands.diagnose.report import diagnose_in_world
+from replay.output.text import CheckResult
+from tests.helpers.interrupted_world import InterruptedWorld
 from tests.helpers.made_captures import write_pass
 from tests.helpers.ranks import run_ranks
 from tests.helpers.schemas import assert_valid
 from tests.helpers.sharded import SIZES
+from tests.helpers.typed import spec_of
 from tests.trainers.common import make_batches, make_model
 
 pytestmark = pytest.mark.usefixtures("proofs_once")
@@ -61,11 +65,8 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def diagnose(
-    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Callable[..., tuple[int, dict[str, dict[str, Any]]]]:
+def diagnose(one_world: None, tmp_path: Path) -> Callable[..., tuple[int, dict[str, dict[str, Any]]]]:
     """Runs `replay diagnose` here; returns its exit code and its checks by name."""
-    monkeypatch.setattr("replay.commands.diagnose.report.World.from_env", lambda _: nullcontext(world))
 
     def run(inputs: Path, *arguments: str) -> tuple[int, dict[str, dict[str, Any]]]:
         code = main(["diagnose", *where(inputs, tmp_path), *arguments])
@@ -336,24 +337,14 @@ def test_tp_ranks_that_see_other_tokens_are_found(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("num_run", [0, 1])
-def test_after_ctrl_c_the_checks_that_ran_can_be_read(
-    num_run: int,
-    diagnose: Any,
-    folder: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    passed = CheckResult(name="same pass twice", status=CheckStatus.OK, found="loss by 0")
-
-    def run_checks(*arguments: Any, **options: Any) -> Iterator[CheckResult]:
-        yield from [passed] * num_run
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("replay.commands.diagnose.report.run_checks", run_checks)
-    assert main(["diagnose", *where(folder, tmp_path), *FAST]) == 130
-    label, log = capsys.readouterr().out.splitlines()[-1].split()
+def test_after_ctrl_c_the_checks_that_ran_can_be_read(num_run: int, world: World, folder: Path, tmp_path: Path) -> None:
+    interrupted = InterruptedWorld.from_world(world, lambda value: isinstance(value, CheckResult), num_run)
+    spec, screen = spec_of([*where(folder, tmp_path), *FAST]), io.StringIO()
+    with pytest.raises(KeyboardInterrupt):
+        diagnose_in_world(interrupted, spec, screen, num_steps=1)
+    label, log = screen.getvalue().splitlines()[-1].split()
     assert label == "log"
     result: Any = replay.open(log)
-    assert result.checks == [passed] * num_run
+    assert result.checks == interrupted.told
+    assert [check.name for check in result.checks] == EVERY[:num_run]
     assert (result.status, result.exit_code) == ("running", 1)

@@ -1,24 +1,27 @@
 """`replay mismatch`: a rollout's log-probs against the replay's, with differences that are put in and known."""
 
+import io
 import json
 import math
 from itertools import combinations
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 import torch
 
 import replay
+from actor_init.spec import Attention, Dtype
+from actor_init.world import World
 from capture import capture_files
-from capture.file_format.atomic_write import write_atomically
 from capture.file_format.capture_file import read_call
 from replay.command_line.cli import main as replay_main
-from replay.commands.mismatch.report import _measure_distance, _replay_forwards
+from replay.commands.mismatch.report import mismatch_in_world
 from replay.commands.mismatch.statistics import compute_effective_share, measure_mismatch
+from tests.helpers.interrupted_world import InterruptedWorld
 from tests.helpers.policy_job import make_rollouts, train
 from tests.helpers.schemas import assert_valid
+from tests.helpers.typed import spec_of
 
 
 def test_the_statistics_are_those_of_the_definitions() -> None:
@@ -81,13 +84,9 @@ def test_a_known_difference_is_found_and_its_worst_token_named(
     job: Path,
     tmp_path: Path,
     one_world: None,
-    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """The rollout's log-probs are the fp32 model's plus noise that the job noted no trace of."""
-    measure_distance, write = Mock(wraps=_measure_distance), Mock(wraps=write_atomically)
-    monkeypatch.setattr("replay.commands.mismatch.report._measure_distance", measure_distance)
-    monkeypatch.setattr("replay.commands.mismatch.report.write_atomically", write)
     typed = ("--dtype", "fp32,bf16", "--attention", "eager,sdpa", "--worst", "3")
     found = run_mismatch(job, tmp_path, *typed)
     rollouts = make_rollouts()
@@ -100,9 +99,6 @@ def test_a_known_difference_is_found_and_its_worst_token_named(
         assert abs(cells["bf16", kernel]["mean"] - cells["fp32", kernel]["mean"]) > 1e-4
     names = [replay["name"] for replay in found["replays"]]
     assert [(distance["one"], distance["other"]) for distance in found["distances"]] == list(combinations(names, 2))
-    assert (measure_distance.call_count, write.call_count) == (6, 5), (
-        "each pair once; before the first replay and behind each"
-    )
     by_pair = {(distance["one"], distance["other"]): distance["mean"] for distance in found["distances"]}
     assert by_pair["fp32, eager", "fp32, sdpa"] < 1e-5 < 1e-3 < by_pair["fp32, eager", "bf16, eager"]
 
@@ -130,28 +126,17 @@ def test_a_known_difference_is_found_and_its_worst_token_named(
 
 
 @pytest.mark.parametrize("num_measured", [0, 1])
-def test_after_ctrl_c_what_was_measured_can_be_read(
-    num_measured: int,
-    job: Path,
-    tmp_path: Path,
-    one_world: None,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    calls = 0
+def test_after_ctrl_c_what_was_measured_can_be_read(num_measured: int, job: Path, tmp_path: Path, world: World) -> None:
+    def holds_tokens(value: Any) -> bool:
+        return isinstance(value, tuple) and isinstance(value[1], list)
 
-    def replay_forwards(*arguments: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        if calls > num_measured:
-            raise KeyboardInterrupt
-        return _replay_forwards(*arguments)
-
-    monkeypatch.setattr("replay.commands.mismatch.report._replay_forwards", replay_forwards)
-    command = ["mismatch", "--inputs", str(job / "captures"), "--model", str(job / "model"), "--backend", "ddp"]
-    assert replay_main([*command, "--log-folder", str(tmp_path), "--dtype", "fp32", "--attention", "eager,sdpa"]) == 130
+    interrupted = InterruptedWorld.from_world(world, holds_tokens, num_measured)
+    typed = ["--inputs", str(job / "captures"), "--model", str(job / "model"), "--backend", "ddp"]
+    spec, screen = spec_of([*typed, "--log-folder", str(tmp_path)]), io.StringIO()
+    with pytest.raises(KeyboardInterrupt):
+        mismatch_in_world(interrupted, spec, [Dtype.FP32], [Attention.EAGER, Attention.SDPA], 10, screen)
     [folder] = tmp_path.iterdir()
-    assert capsys.readouterr().out.splitlines()[-1].split() == ["log", str(folder)]
+    assert screen.getvalue().splitlines()[-1].split() == ["log", str(folder)]
     result: Any = replay.open(folder)
     assert [cell.name for cell in result.replays] == ["fp32, eager"][:num_measured]
     assert (result.status, result.exit_code) == ("running", 1)
