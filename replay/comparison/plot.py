@@ -27,7 +27,12 @@ def check_plot(path: Path) -> None:
 
 
 def draw(path: Path, comparison: Comparison) -> None:
-    """Save a picture of losses by input and their differences. Raises UsageError if `path` cannot be written."""
+    """Save the picture of a comparison. Raises UsageError if `path` cannot be written."""
+    _save(plot_comparison(comparison), path)
+
+
+def plot_comparison(comparison: Comparison) -> Any:
+    """Return a figure of matplotlib's: losses by input, and below them their differences."""
     # Not pyplot, which needs a display and keeps state beyond this figure.
     from matplotlib.figure import Figure
 
@@ -62,7 +67,7 @@ def draw(path: Path, comparison: Comparison) -> None:
     difference_axes.xaxis.get_major_locator().set_params(integer=True)
     loss_axes.legend()
     difference_axes.legend(fontsize="small")
-    _save(figure, path)
+    return figure
 
 
 def draw_curves(path: Path, curves: Mapping[str, Sequence[float]]) -> None:

@@ -74,13 +74,21 @@ class RayTrainJob:
                 checkpoint_config=CheckpointConfig(num_to_keep=NUM_KEPT_STATES),
             ),
         )
-        for num_left in reversed(range(NUM_PORTS)):
-            try:
-                return int(begin_trainer().fit().return_value), ""
-            except Exception as error:
-                if not num_left or PORT_IS_TAKEN not in str(error):
-                    return FAILED_EXIT_CODE, join_lines(format_error_with_flags(error))
-        raise AssertionError("the last trainer returns its outcome")
+        return fit_on_a_free_port(lambda: begin_trainer().fit().return_value)
+
+
+def fit_on_a_free_port(fit: Callable[[], Any]) -> tuple[int, str]:
+    """Begin Ray Train with `fit`, and again as long as another process had taken the port that it had chosen.
+
+    Returns what `fit` returns, the exit code of rank 0, or FAILED and the first line of the error that it raises.
+    """
+    for num_left in reversed(range(NUM_PORTS)):
+        try:
+            return int(fit()), ""
+        except Exception as error:
+            if not num_left or PORT_IS_TAKEN not in str(error):
+                return FAILED_EXIT_CODE, join_lines(format_error_with_flags(error))
+    raise AssertionError("the last one returns its outcome")
 
 
 class RayTrainProcess:

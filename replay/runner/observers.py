@@ -2,10 +2,10 @@
 
 import re
 import sys
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -103,7 +103,11 @@ def read_compilations() -> CompilationSection:
     graphs; a pass that compiles more has more seconds than are returned.
     """
     utils = sys.modules.get("torch._dynamo.utils")
-    metrics = [] if utils is None else utils.get_compilation_metrics()
+    return describe_compilations([] if utils is None else utils.get_compilation_metrics())
+
+
+def describe_compilations(metrics: Collection[Any]) -> CompilationSection:
+    """Return the seconds and the failed guards of graphs, of which these are dynamo's metrics."""
     seconds = sum(metric.duration_us or 0 for metric in metrics) / 1e6
     # The metrics of torch 2.6 have no reason.
     reason_by_name = [(metric.co_name, getattr(metric, "recompile_reason", None)) for metric in metrics]

@@ -141,7 +141,7 @@ class DeviceMemory:
     is_shared: bool
 
 
-def read_device_memory(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> DeviceMemory | None:
+def read_device_memory() -> DeviceMemory | None:
     """Return the memory of the first GPU, asked in a process of its own, or the RAM; None if that is not known."""
     import torch
 
@@ -156,6 +156,11 @@ def read_device_memory(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/
         return DeviceMemory(
             device=memory["device"], free_bytes=memory["free"], total_bytes=memory["total"], is_shared=False
         )
+    return read_host_memory()
+
+
+def read_host_memory(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> DeviceMemory | None:
+    """Return the RAM, within the limit of this process's control group; None if it is not known."""
     try:
         lines = (proc / "meminfo").read_text().splitlines()
     except OSError:

@@ -13,12 +13,15 @@ from typing import Any
 import pytest
 import torch
 
+import replay
 from capture.file_format.capture_file import read_micro_batch
 from replay.command_line import cli
+from replay.comparison.plot import plot_comparison
 from replay.options.spec import find_sample_folder
 from replay.runlog.records import PassRecord
 from replay.runner.checkpoint import digest_inputs, digest_weights
 from tests.helpers.commands import run
+from tests.helpers.machine import lack_package
 from tests.helpers.made_captures import write_pass
 from tests.helpers.made_logs import passed, write_log
 from tests.helpers.read_logs import read_log
@@ -355,30 +358,19 @@ def test_a_plot_that_cannot_be_written_is_one_line(tmp_path: Path, capsys: Captu
 def test_without_matplotlib_plot_says_what_to_install(
     tmp_path: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in [name for name in sys.modules if name.partition(".")[0] == "matplotlib"] + ["matplotlib"]:
-        monkeypatch.setitem(sys.modules, name, None)
+    lack_package("matplotlib", monkeypatch)
     line = refusal(capsys, write_log(tmp_path / "a", ONE), write_log(tmp_path / "b", ONE), "--plot", "out.png")
     assert line == "--plot needs matplotlib. Try: pip install 'micro-replay[plot]'"
 
 
 @pytest.mark.parametrize("others", [[2.0, 4.0], [2.1, 4.0], [math.nan, 4.0], [math.nan, math.inf]])
-def test_a_plot_is_drawn_of_equal_near_and_infinite_differences(
-    tmp_path: Path, others: Sequence[float], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    figures = pytest.importorskip("matplotlib.figure")
-    drawn: list[Any] = []
-    save = figures.Figure.savefig
-
-    def savefig(figure: Any, *to: Any, **how: Any) -> None:
-        drawn.append(figure)
-        save(figure, *to, **how)
-
-    monkeypatch.setattr(figures.Figure, "savefig", savefig)
+def test_a_plot_is_drawn_of_equal_near_and_infinite_differences(tmp_path: Path, others: Sequence[float]) -> None:
+    pytest.importorskip("matplotlib")
     a = write_log(tmp_path / "a", [passed(0, "x", 2.0), passed(1, "y", 4.0)])
     b = write_log(tmp_path / "b", [passed(0, "y", others[1]), passed(1, "x", others[0])])
     compare(a, b, "--plot", tmp_path / "out.png")
     assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
-    above, below = drawn[0].axes
+    above, below = plot_comparison(replay.compare(a, b)).axes
     curves = {line.get_label(): line for line in above.lines}
     assert list(curves["A"].get_ydata()) == [2.0, 4.0]
     assert list(curves["B"].get_ydata()) == pytest.approx(list(others), nan_ok=True)

@@ -3,7 +3,6 @@
 import json
 import re
 import shlex
-import sys
 from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
@@ -26,6 +25,7 @@ from replay.runlog import gradient_sketches, token_log_probs
 from replay.runlog.reader import PastRun
 from replay.runner.run import run_in
 from tests.helpers.children import end_each_task
+from tests.helpers.machine import lack_package
 from tests.helpers.made_captures import write_pass
 from tests.helpers.made_logs import passed, write_log
 from tests.helpers.schemas import assert_valid
@@ -214,8 +214,15 @@ def test_without_its_reference_no_run_is_started(tmp_path: Path, runs: Runs, cap
     assert said(capsys, "FAILED")[1] == f"{RUNS[1]}: not run because its reference was not: {REFERENCE}"
 
 
+def begin_with_other_versions(folder: Path) -> None:
+    """Have parity.json say that its runs were begun with another torch."""
+    file = folder / "parity.json"
+    state = json.loads(file.read_text())
+    file.write_text(json.dumps(state | {"versions": state["versions"] | {"torch": "1.0"}}))
+
+
 def test_after_ctrl_c_it_says_how_to_go_on_and_runs_what_is_missing_alone(
-    tmp_path: Path, runs: Runs, capsys: Captured, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, runs: Runs, capsys: Captured
 ) -> None:
     runs.told = {3: KeyboardInterrupt(), 5: "died"}
     assert typed(tmp_path) == 130
@@ -231,7 +238,7 @@ def test_after_ctrl_c_it_says_how_to_go_on_and_runs_what_is_missing_alone(
     assert list(states(folder).values()) == ["done"] * 5 + ["failed", "done"]
     assert cli.main(["parity", "--continue", str(folder)]) == 1
     assert runs.names[1:] == RUNS[3:]  # nothing is left
-    monkeypatch.setattr("replay.runlog.writer.list_versions", lambda: {"torch": "1.0"})
+    begin_with_other_versions(folder)
     assert cli.main(["parity", "--continue", str(folder)]) == 1  # so its report is made anywhere
     assert MatrixJudge().judge(ParityLog.read(folder).rows).cells[RUNS[6]].result is CellResult.EQUAL
     # A traced run is compared with others, so it is made with their versions.
@@ -299,7 +306,7 @@ def test_the_report_needs_no_network_and_no_script(tmp_path: Path, runs: Runs) -
 def test_without_matplotlib_there_is_a_report_and_a_line(
     tmp_path: Path, runs: Runs, capsys: Captured, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    lack_package("matplotlib", monkeypatch)
     assert typed(tmp_path) == 0
     assert said(capsys, "note") == ["no picture: it needs matplotlib. Try: pip install 'micro-replay[plot]'"]
     assert "<svg" not in (folder_in(tmp_path) / "parity.html").read_text()

@@ -9,14 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 import replay
 from capture import capture_files
 from replay.api.logs import PastCampaign
 from replay.command_line.cli import main
 from replay.commands.scan.runs import ScanPlan
-from replay.objective.objective import compute_negated_mean
 from replay.options.spec import find_sample_folder
 from replay.processes.pool import ProcessResult, Task
 from replay.runlog.records import PassRecord
@@ -134,14 +132,11 @@ def test_what_fails_fails_alone_and_the_rest_goes_on(
     assert [group["state"] for group in again] == ["failed", "failed", *["done"] * (len(states) - 2)]
 
 
-def test_a_failed_pass_is_named_and_a_damaged_file_is_no_groups_fault(
-    inputs: Path, runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    damaged, *_ = capture_files(inputs)
+def test_a_failed_pass_is_named_and_a_damaged_file_is_no_groups_fault(inputs: Path, runs: Runs, tmp_path: Path) -> None:
+    damaged, _, _, _, too_large, *_ = capture_files(inputs)
     damaged.write_bytes(damaged.read_bytes()[:-9])
-    calls = iter([compute_negated_mean] * 3 + [out_of_memory] + [compute_negated_mean] * 99)
-    monkeypatch.setattr("replay.runner.replayer.compute_negated_mean", lambda *tensors: next(calls)(*tensors))
-    typed = ("--group", "2", "--no-noise-floor", "--loss", "stand-in")
+    (tmp_path / "loss.py").write_text(OUT_OF_MEMORY.format(source=too_large.name))
+    typed = ("--group", "2", "--no-noise-floor", "--loss", f"{tmp_path / 'loss.py'}:mean")
     assert scan("--inputs", str(inputs), *typed, logs=tmp_path / "logs") == 1
     folder, log = written(tmp_path / "logs")
     states = [group["state"] for group in log["groups"]]
@@ -154,8 +149,14 @@ def test_a_failed_pass_is_named_and_a_damaged_file_is_no_groups_fault(
     assert log["damaged"] == plan["damaged"]
 
 
-def out_of_memory(*tensors: torch.Tensor) -> torch.Tensor:
-    raise torch.OutOfMemoryError("on purpose")
+OUT_OF_MEMORY = """
+import torch
+
+def mean(inputs):
+    if inputs.recorded.source == {source!r}:
+        raise torch.OutOfMemoryError("on purpose")
+    return -inputs.log_probs_BA.sum() / inputs.action_mask_BA.sum().clamp(min=1)
+"""
 
 
 class LoggedRuns:

@@ -25,7 +25,7 @@ from capture.file_format.capture_file import read_call
 from replay.api.logs import PastCampaign
 from replay.campaign.campaign import PlannedRun
 from replay.command_line.cli import main
-from replay.commands.worst.measuring import DeviceMemory, Fits, MemoryRoom, measure, read_device_memory
+from replay.commands.worst.measuring import DeviceMemory, Fits, MemoryRoom, measure, read_host_memory
 from replay.objective.objective import compute_negated_mean
 from replay.options.spec import ReplaySpec, find_sample_folder
 from replay.processes.pool import ProcessResult, Task
@@ -411,20 +411,19 @@ def test_a_backend_holds_what_it_declares(backend: str, stage: int, world: World
     actor.close()
 
 
-def test_memory_on_a_cpu_is_bounded_by_the_control_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+def test_memory_on_a_cpu_is_bounded_by_the_control_group(tmp_path: Path) -> None:
     (tmp_path / "meminfo").write_text("MemTotal:  1000 kB\nMemFree: 5 kB\nMemAvailable: 800 kB\nHugePages_Total: 0\n")
-    memory = read_device_memory(tmp_path, tmp_path)
+    memory = read_host_memory(tmp_path, tmp_path)
     assert memory is not None
     assert (memory.free_bytes, memory.total_bytes, memory.is_shared) == (800 * 1024, 1000 * 1024, True)
     (tmp_path / "memory.max").write_text("600000\n")
     (tmp_path / "memory.current").write_text("200000\n")
-    memory = read_device_memory(tmp_path, tmp_path)
+    memory = read_host_memory(tmp_path, tmp_path)
     assert memory is not None
     assert (memory.free_bytes, memory.total_bytes) == (400000, 600000)
     (tmp_path / "memory.max").write_text("max\n")
-    assert read_device_memory(tmp_path, tmp_path) == replace(memory, free_bytes=800 * 1024, total_bytes=1000 * 1024)
-    assert read_device_memory(tmp_path / "none") is None
+    assert read_host_memory(tmp_path, tmp_path) == replace(memory, free_bytes=800 * 1024, total_bytes=1000 * 1024)
+    assert read_host_memory(tmp_path / "none") is None
 
 
 def test_a_real_replay_is_measured(one_world: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

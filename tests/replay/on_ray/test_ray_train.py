@@ -1,12 +1,10 @@
 """Ray Train is begun again where another process took the port that it had chosen, and for no other reason."""
 
 from collections.abc import Sequence
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
-from replay.on_ray.ray_train import NUM_PORTS, RayTrainJob
+from replay.on_ray.ray_train import NUM_PORTS, fit_on_a_free_port
 
 PORT_TAKEN = "The server socket has failed to listen on any local network address. code: -98, name: EADDRINUSE"
 
@@ -21,26 +19,19 @@ PORT_TAKEN = "The server socket has failed to listen on any local network addres
     ],
 )
 def test_a_port_that_was_taken_is_another_beginning(
-    errors: Sequence[str], outcome: tuple[int, str], num_trainers: int, monkeypatch: pytest.MonkeyPatch
+    errors: Sequence[str], outcome: tuple[int, str], num_trainers: int
 ) -> None:
-    begun: list[Any] = []
+    num_begun = 0
 
-    class Trainer:
-        """Stands for Ray Train's: fails with the next error, and ends well behind the last."""
+    def fit() -> int:
+        """Fail with the next error, and end well behind the last."""
+        nonlocal num_begun
+        num_begun += 1
+        if num_begun <= len(errors):
+            raise RuntimeError(errors[num_begun - 1])
+        return 3
 
-        def __init__(self, *_: Any, **settings: Any) -> None:
-            begun.append(settings["run_config"].name)
-
-        def fit(self) -> SimpleNamespace:
-            if len(begun) <= len(errors):
-                raise RuntimeError(errors[len(begun) - 1])
-            return SimpleNamespace(return_value=3)
-
-    monkeypatch.setattr("ray.init", lambda **_: None)
-    monkeypatch.setattr("ray.train.torch.TorchTrainer", Trainer)
-    job = RayTrainJob(run_rank=lambda _: 0, job={}, storage="/tmp/storage", name="ddp", num_ranks=2)
-
-    code, error = job.run("192.0.2.1:6379", "CPU")
+    code, error = fit_on_a_free_port(fit)
 
     assert (code, error.removeprefix("RuntimeError: ")) == outcome
-    assert begun == ["ddp"] * num_trainers
+    assert num_begun == num_trainers
