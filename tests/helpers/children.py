@@ -30,8 +30,11 @@ def end_each_task(end: Callable[[Task], ProcessResult], monkeypatch: pytest.Monk
     monkeypatch.setattr(pool, "run_children", one_by_one)
 
 
-def start_each_task(start: Callable[[Task], Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have `start` begin each task, in the place of its processes, and return what stands for the running task."""
+def start_each_task(start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have `start` begin each task in the place of its processes, and return what stands for the running task.
+
+    It gets what `RunningTask.start` gets: the task, and where runs have GPUs of their own, these.
+    """
     monkeypatch.setattr(RunningTask, "start", start)
 
 

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from replay.processes import pool
-from replay.processes.pool import RunningTask, run_children
+from replay.processes.pool import run_children
+from tests.helpers.children import start_each_task
 
 
 class MadeRuns:
@@ -16,14 +17,13 @@ class MadeRuns:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.events: list[str] = []
         self.running: list[Any] = []
-        monkeypatch.setattr(RunningTask, "start", self.start)
+        start_each_task(self.start, monkeypatch)
         monkeypatch.setattr(pool, "wait_for_any", self.end_first)
-        monkeypatch.setattr(pool, "end_processes", lambda processes, grace: None)
 
     def start(self, task: Any, gpus: Sequence[str]) -> Any:
         self.events.append(f"{task.name} on {''.join(gpus)}" if gpus else task.name)
         ranks = SimpleNamespace(is_over=False, processes=[])
-        self.running.append(SimpleNamespace(ranks=ranks, gpus=gpus, task=task, finish=lambda: task.name))
+        self.running.append(SimpleNamespace(ranks=ranks, gpus=gpus, task=task, finish=lambda grace: task.name))
         return self.running[-1]
 
     def end_first(self, ranks: Any) -> None:
