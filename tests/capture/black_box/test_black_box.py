@@ -1,7 +1,9 @@
 """What the black box writes of what a recording tells it, with a recording that holds nothing."""
 
 import math
+import shutil
 import signal
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -17,6 +19,7 @@ from capture.black_box.black_box import MAX_INCIDENTS_PER_KIND, MAX_SIGNALS_PER_
 from capture.black_box.flight_recorder import SharedFolder, Spool
 from capture.black_box.incidents import Incident, make_incident, read_incidents, write_incidents
 from capture.black_box.position_page import LastPosition, read_position
+from capture.black_box.salvage import salvage
 from capture.black_box.signal_handlers import SignalReport
 from capture.file_format.capture_file import CapturedCall, EncodedCall
 from capture.file_format.micro_batch import Origin
@@ -208,6 +211,38 @@ def test_a_step_lasts_from_one_forward_to_the_next_and_a_slow_one_is_told_once(
     box.on_close()
 
 
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        ({}, None),
+        ({"TORCH_NCCL_DEBUG_INFO_TEMP_FILE": "/older/trace_"}, "/older/trace_"),
+        ({"TORCH_FR_DUMP_TEMP_FILE": "/newer/trace_"}, "/newer/trace_"),
+        # torch looks at the newer name first.
+        (
+            {"TORCH_NCCL_DEBUG_INFO_TEMP_FILE": "/older/trace_", "TORCH_FR_DUMP_TEMP_FILE": "/newer/trace_"},
+            "/newer/trace_",
+        ),
+    ],
+)
+def test_the_position_tells_where_nccls_flight_recorder_writes(
+    variables: dict[str, str],
+    expected: str | None,
+    recording: Held,
+    shared_memory: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ("TORCH_NCCL_DEBUG_INFO_TEMP_FILE", "TORCH_FR_DUMP_TEMP_FILE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    box = BlackBox(recording.rank_and_folder[1], check_retention())
+    box.on_open(recording)
+    page = read_page(shared_memory)
+    assert (page.trace_file, page.main_thread) == (expected, threading.main_thread().ident)
+    box.on_end(failed=False)
+    box.on_close()
+
+
 def read_page(shared_memory: Path) -> LastPosition:
     [directory] = shared_memory.iterdir()
     position = read_position(directory)
@@ -319,3 +354,27 @@ def test_a_full_spool_deletes_its_oldest_pass_and_a_pass_that_is_put_again_count
     assert (shared.directory / grown.name).read_bytes() == b"".join(grown.pickle_parts())
     spool.close()
     assert list_steps() == []
+
+
+@pytest.mark.parametrize("has_position", [True, False])
+def test_what_a_dead_process_left_is_written_with_its_position_or_its_last_pass(
+    has_position: bool, box: BlackBox, recording: Held, tmp_path: Path, shared_memory: Path
+) -> None:
+    recording.position = JobPosition(forward=7, last_backward=6, phase="after forward")
+    box.on_position_change()
+    for step in (3, 5):
+        box.on_hold(encode(step))
+    box.on_idle()
+    [spool] = shared_memory.iterdir()
+    # An earlier process with this process's number would have left it so.
+    copy = shared_memory / (spool.name[:-8] + "00000000")
+    shutil.copytree(spool, copy)
+    if not has_position:
+        (copy / "position").unlink()
+    assert salvage(tmp_path / "run", check_retention()) == 2
+    [incident] = list_incidents(recording)
+    assert (incident.what, incident.where, len(incident.files)) == ("died", "without a word", 2)
+    assert incident.forward == (7 if has_position else 5)
+    assert (incident.last_backward, incident.world_size) == ((6, 2) if has_position else (None, None))
+    assert not copy.exists()
+    assert salvage(tmp_path / "run", check_retention()) == 0

@@ -14,6 +14,7 @@ from capture.file_format.end_record import EndRecord, read_end_records, write_en
 from capture.file_format.folder_layout import find_ranks, find_recording_folder, list_capture_folders, strip_rank_folder
 from capture.file_format.folder_recordings import list_recordings
 from capture.file_format.listing import list_captures, list_segment_files, list_single_pass_files
+from capture.file_format.manifest import FolderCheck
 from capture.file_format.micro_batch import Origin
 from capture.file_format.model_facts import ModelFacts, read_model_facts, write_model_facts
 from capture.folder_tools.convert import FolderWriter
@@ -144,3 +145,22 @@ def test_what_ranks_left_beside_their_captures_is_listed_by_rank(tmp_path: Path)
         end = EndRecord(rank=rank, world_size=64, num_passes=1, num_steps=1, place="after forward", opened="", time="")
         write_end_record(tmp_path / f"rank{rank}", end, stamp="10_00")
     assert [end.rank for end in read_end_records(tmp_path)] == IN_ORDER
+
+
+def test_ranks_are_missed_where_others_are_known() -> None:
+    assert FolderCheck(ranks={1}, world_sizes={2, 4}).missing_ranks == [0, 2, 3]
+    assert FolderCheck(ranks={0, 1}, world_sizes={2}).missing_ranks == []
+    assert FolderCheck(ranks={5}, world_sizes={2}).missing_ranks == [0, 1]
+    # Dumps of other projects name no rank.
+    assert FolderCheck(ranks=set(), world_sizes={4}).missing_ranks == []
+    assert (FolderCheck(ranks={0}).world_size, FolderCheck(ranks={0}).missing_ranks) == (0, [])
+
+
+@pytest.mark.parametrize("segment", [None, 2**20])
+def test_the_bytes_of_captures_alone_are_counted_in_every_folder(segment: int | None, tmp_path: Path) -> None:
+    with FolderWriter(tmp_path, segment=segment) as writer:
+        for rank in IN_ORDER:
+            writer.write(make_call(rank, 0, world_size=64))
+    captures = [path for path in tmp_path.rglob("*") if path.suffix in (".pkl", ".seg")]
+    assert len(captures) == 3
+    assert writer.num_bytes == sum(path.stat().st_size for path in captures)

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 import capture
 from capture import capture_files, recording
-from capture.file_format.capture_file import CapturedCall, read_call
-from capture.file_format.micro_batch import explain_misfit
+from capture.file_format.capture_file import MAX_NOTES, CapturedCall, read_call
+from capture.file_format.micro_batch import Origin, explain_misfit
 from capture.folder_tools.redact import TokenRedaction, redact_folder
 from capture.record.recorder import take_held_notes
 from capture.record.snapshot import PassNotes
@@ -56,6 +56,28 @@ def test_a_pass_has_what_was_noted_before_and_behind_it_and_no_other(tmp_path: P
         assert call.notes["before"].tolist() == [number] * 3
         assert call.notes["divisor"].item() == 7.5
         assert call.tensors.keys() == {"input_ids"}
+
+
+def test_so_many_tensors_may_be_noted_for_a_pass_and_each_of_them_again() -> None:
+    call = CapturedCall(
+        tensors={"input_ids": IDS_BS}, call_facts={}, left_out={"x": "y"}, trains=True, origin=Origin(source="")
+    )
+    encoded = call.encode()
+    assert encoded.note({}) == {}
+    assert "notes" not in encoded.body
+    names = [f"n{number}" for number in range(MAX_NOTES)]
+    assert encoded.note(dict.fromkeys(names, torch.zeros(3))) == {}
+    beyond = f"beyond the {MAX_NOTES} tensors that may be noted for a pass"
+    assert encoded.note({"more": torch.zeros(3), "n1": torch.ones(3), "wide": torch.zeros(3, 9)}).keys() == {
+        "more",
+        "wide",
+    }
+    assert encoded.body["left_out"]["more"] == beyond
+    assert encoded.body["left_out"]["x"] == "y"
+    assert set(encoded.body["notes"]) == set(names)
+    refused = call.encode()
+    assert refused.note({"wide": torch.zeros(3, 9)}).keys() == {"wide"}
+    assert "notes" not in refused.body
 
 
 def test_what_is_noted_again_for_the_next_pass_counts_and_the_rest_stays(tmp_path: Path) -> None:

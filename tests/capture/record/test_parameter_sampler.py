@@ -15,7 +15,7 @@ from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 from capture import capture_files, recording
 from capture.file_format.capture_file import read_call
 from capture.file_format.optimizer_step import ParameterSamples, Sample, choose_sampled_run, strip_wrappers
-from capture.record.parameter_sampler import NUM_PER_PASS, ParameterSampler
+from capture.record.parameter_sampler import NUM_PER_PASS, NUM_PER_STEP, ParameterSampler
 from capture.record.sharding import list_local_indices, locate_run
 
 IDS_BS = torch.tensor([[0, 5, 9, 7], [3, 3, 0, 0]])
@@ -83,6 +83,17 @@ def test_a_large_model_is_sampled_in_turns(tmp_path: Path) -> None:
     assert {sample.name for sample in first.samples} == names
     assert [len(samples.samples) for samples in others] == [NUM_PER_PASS] * 3
     assert {sample.name for samples in others for sample in samples.samples} == names
+
+
+def test_the_first_pass_that_trains_has_all_parameters_also_behind_rollouts() -> None:
+    model = nn.ParameterList(nn.Parameter(torch.ones(4)) for _ in range(100))
+    sampler = ParameterSampler(model)
+    counts = []
+    for begins_window in (False, False, True, True, False):
+        samples = sampler.sample_weights(begins_window=begins_window)
+        assert samples is not None
+        counts.append(len(samples.locations))
+    assert counts == [100, NUM_PER_PASS, 100, NUM_PER_STEP, NUM_PER_PASS]
 
 
 def test_frozen_parameters_are_sampled_anew_behind_steps_in_turns(tmp_path: Path) -> None:

@@ -86,6 +86,14 @@ def test_a_limit_is_reached_and_not_passed_and_each_limit_holds(
     assert (checked.is_whole, checked.uncommitted) == (True, [])
 
 
+@pytest.mark.parametrize("num_fitting", [1, 3])
+@pytest.mark.parametrize("num_lacking", [0, 1])
+def test_a_limit_in_bytes_may_be_used_to_its_last_byte(num_fitting: int, num_lacking: int, tmp_path: Path) -> None:
+    limit = sum(SIZES[:num_fitting]) + num_fitting * MANIFEST_BYTES_PER_FILE - num_lacking
+    _, num_written = write(tmp_path, range(100, 100 + num_fitting), max_bytes=limit)
+    assert num_written == num_fitting - num_lacking
+
+
 @pytest.mark.parametrize("settings", [{"max_files": 4}, {"max_bytes": 4 * MOST}])
 def test_passes_of_an_earlier_recording_count_and_are_the_oldest(settings: dict[str, Any], tmp_path: Path) -> None:
     write(tmp_path, range(100, 103))

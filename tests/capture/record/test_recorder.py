@@ -24,6 +24,7 @@ from capture.file_format.atomic_write import write_atomically
 from capture.file_format.end_record import count_not_recorded
 from capture.record.background_writer import BackgroundWriter
 from capture.record.host_copy import ArgumentCopier
+from capture.record.pass_store import SkippedPasses
 from tests.helpers.full_disk import full_disk
 from tests.warm import warm_bin
 
@@ -276,6 +277,17 @@ def test_a_causal_mask_of_pairs_is_recorded_as_the_mask_of_the_tokens(tmp_path: 
 class EmptyCache:
     def get_seq_length(self) -> int:
         return 0
+
+
+def test_training_passes_are_counted_by_the_reason_and_others_together(caught: list[warnings.WarningMessage]) -> None:
+    skipped = SkippedPasses()
+    for reason, trains in (("a", False), ("a", True), ("b", True), ("a", False), ("a", True)):
+        skipped.add(reason, trains=trains)
+    assert (skipped.count, skipped.by_reason) == (5, {"a": 2, "b": 1})
+    assert [str(warning.message).split(". ")[0] for warning in caught] == [
+        "capture: a training pass is not recorded, a",
+        "capture: a training pass is not recorded, b",
+    ]
 
 
 def test_with_an_empty_cache_a_training_pass_is_kept_and_a_generation_is_not(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from capture.file_format.micro_batch import CaptureError
 from capture.file_format.optimizer_step import OptimizerStep
 from capture.record.parameter_sampler import ParameterSampler
 from capture.record.state_sampler import NUM_PER_STEP, StateSampler
+from capture.record.step_window import read_optimizer_settings
 from tests.capture.record.test_optimizer_hooks import Model, compute_loss, read_steps
 
 
@@ -89,6 +90,18 @@ def test_counts_are_those_of_parameters_and_groups_and_one_that_was_lost_is_0(
     assert taken is not None
     assert taken.list_steps() == steps
     assert len(taken.to_samples()) == sum("m" in state for state in states)
+
+
+def test_the_last_group_whose_settings_are_kept_counts_the_parameters_of_all_further_ones() -> None:
+    sizes = [1] * 63 + [2, 3, 0, 4]
+    groups = [
+        {"params": [torch.nn.Parameter(torch.ones(1)) for _ in range(size)], "lr": float(number)}
+        for number, size in enumerate(sizes)
+    ]
+    settings, tensors = read_optimizer_settings(torch.optim.SGD(groups, lr=1.0))
+    assert tensors == {}
+    assert [group["num_parameters"] for group in settings] == [1] * 63 + [2 + 3 + 4]
+    assert [group["lr"] for group in settings] == [float(number) for number in range(64)]
 
 
 def test_an_optimizer_that_keeps_no_count_has_none(tmp_path: Path) -> None:
