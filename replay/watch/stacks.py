@@ -5,7 +5,7 @@ import itertools
 import sys
 import threading
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -95,15 +95,22 @@ def count_collectives() -> dict[str, int]:
     return {group.group_name: group._get_sequence_number_for_group() for group in groups if group.size() > 1}
 
 
-def extend_collective_timeouts(timeout: float) -> None:
+def extend_collective_timeouts(
+    timeout: float,
+    groups: Iterable[Any] | None = None,
+    set_limit: Callable[[timedelta, Any], None] = dist.distributed_c10d._set_pg_timeout,
+) -> None:
     """Raise the time limit of collectives above `timeout` seconds, so that the watch diagnoses a hang first.
 
     By default gloo gives up after 30 minutes.
+
+    groups     None: all process groups of this process
+    set_limit  sets the limit of one of them
     """
-    for group in list(dist.distributed_c10d._world.pg_names):
+    limit = max(timedelta(seconds=timeout) + TIMEOUT_MARGIN, dist.distributed_c10d.default_pg_timeout)
+    for group in list(dist.distributed_c10d._world.pg_names) if groups is None else groups:
         if group.size() > 1:
-            limit = max(timedelta(seconds=timeout) + TIMEOUT_MARGIN, dist.distributed_c10d.default_pg_timeout)
-            dist.distributed_c10d._set_pg_timeout(limit, group)
+            set_limit(limit, group)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

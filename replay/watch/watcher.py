@@ -18,7 +18,7 @@ import socket
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
@@ -121,6 +121,27 @@ def watch_run(
         raise
     else:
         watch.leave(0)
+
+
+def judge_sightings(sightings: Sequence[Sighting], timeout: float, trouble: str = "") -> RankFailure | float:
+    """Judge what ranks answered: the failure to report, or the seconds after which they are asked again.
+
+    They are while any rank has made progress, or may be compiling.
+
+    sightings  of all ranks; of one that did not answer no progress is known
+    trouble    what was noticed, if not a lack of progress: then nothing is waited for
+    """
+    if trouble:
+        return report_hang(sightings, trouble, "")
+    idle = min(sighting.idle_seconds for sighting in sightings if sighting.answers)
+    if idle < timeout:
+        return timeout - idle
+    # A compiler tells nothing of its progress, and on a busy machine a cold one takes minutes.
+    limit = timeout * (COMPILING_FACTOR if any(sighting.is_compiling for sighting in sightings) else 1)
+    if idle < limit:
+        return timeout
+    advice = f". If that is slow and not stuck, try: --timeout {10 * timeout:g}"
+    return report_hang(sightings, f"no progress for {limit:g} s", advice)
 
 
 class Watch:
@@ -304,21 +325,11 @@ class Watch:
         sightings = self._answers | self._dead | {self.world.rank: self._observe_self()}
         for rank in set(self._peers.by_rank) - set(self._answers):
             sightings[rank] = Sighting(rank=rank, position=read_last_position(self.folder, rank), answers=False)
-        idle = min(sighting.idle_seconds for sighting in sightings.values() if sighting.answers)
-        if idle < self.timeout and not self._trouble:
-            self._asked_at, self._progress_at = None, now - idle
-            return
-        # A compiler tells nothing of its progress, and on a busy machine a cold one takes minutes.
-        compiles = any(sighting.is_compiling for sighting in sightings.values())
-        limit = self.timeout * (COMPILING_FACTOR if compiles else 1)
-        if idle < limit and not self._trouble:
-            self._asked_at, self._next_ask = None, now + self.timeout
-            return
-        trouble, advice = self._trouble, ""
-        if not trouble:
-            trouble = f"no progress for {limit:g} s"
-            advice = f". If that is slow and not stuck, try: --timeout {10 * self.timeout:g}"
-        self._shutdown.report_and_end(report_hang([sightings[rank] for rank in sorted(sightings)], trouble, advice))
+        judgement = judge_sightings([sightings[rank] for rank in sorted(sightings)], self.timeout, self._trouble)
+        if isinstance(judgement, RankFailure):
+            self._shutdown.report_and_end(judgement)
+        else:
+            self._asked_at, self._next_ask = None, now + judgement
 
     def _handle_lost_rank(self, rank: int) -> None:
         """Handle a rank that ended without saying so: it died, unless its stack file says that a hang ended it."""

@@ -13,7 +13,7 @@ from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 from torch.distributed import distributed_c10d
@@ -26,7 +26,7 @@ from replay.watch.progress import RankPhase, RankPosition, Tracker, read_last_po
 from replay.watch.shutdown import Shutdown, claim_failure
 from replay.watch.side_channel import Peers, connect_ranks
 from replay.watch.stacks import is_raised_in_collective
-from replay.watch.watcher import Watch, watch_run
+from replay.watch.watcher import Watch, judge_sightings, watch_run
 from tests.helpers.commands import BIN, LIMIT, ROOT
 from tests.helpers.failing_inputs import folder_of
 from tests.helpers.ports import free_port
@@ -313,23 +313,19 @@ def test_a_run_goes_on_while_any_rank_makes_progress(
         )
         for rank, seconds in enumerate(idle_seconds)
     ]
-    silent = replace(third, answers=False, idle_seconds=0.0)
-    said: list[RankFailure] = []
-    watch = SimpleNamespace(
-        world=SimpleNamespace(rank=0),
-        timeout=120.0,
-        _trouble="",
-        _dead={} if answers else {2: silent},
-        _answers={1: second} | ({2: third} if answers else {}),
-        _peers=SimpleNamespace(by_rank={1: None} | ({2: None} if answers else {})),
-        _observe_self=lambda: first,
-        _asked_at=1000.0,
-        _shutdown=SimpleNamespace(report_and_end=said.append),
-    )
-    Watch._judge(cast(Any, watch), 1000.0)
-    assert bool(said) == hangs
-    # Where the run goes on, the ranks are asked again.
-    assert (watch._asked_at is None) == (not hangs)
+    last = third if answers else replace(third, answers=False, idle_seconds=0.0)
+    judgement = judge_sightings([first, second, last], timeout=120.0)
+    assert isinstance(judgement, RankFailure) == hangs
+    # Where the run goes on, the ranks are asked again once the last progress is that old, or a compiler had as long.
+    idle = min(idle_seconds[: 3 if answers else 2])
+    assert hangs or judgement == (120.0 - idle if idle < 120.0 else 120.0)
+
+
+def test_a_collective_that_failed_is_reported_whatever_the_ranks_do() -> None:
+    busy = Sighting(rank=0, position=RankPosition(index=0, phase=RankPhase.FORWARD), is_compiling=True)
+    judgement = judge_sightings([busy], 120.0, "a collective failed on rank 1")
+    assert isinstance(judgement, RankFailure)
+    assert judgement.headline.startswith("a collective failed on rank 1")
 
 
 def test_the_first_of_two_ranks_that_fail_at_once_is_believed(tmp_path: Path) -> None:
@@ -461,19 +457,16 @@ def test_ranks_that_cannot_reach_each_other_go_on_without_and_say_so(capsys: pyt
         peers.close()
 
 
-def test_no_collective_gives_up_before_the_timeout_has_been_diagnosed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Gloo's own limit is 30 minutes."""
-
-    class Group:
-        def size(self) -> int:
-            return 2
-
-    limits: list[timedelta] = []
-    monkeypatch.setattr(distributed_c10d, "_world", SimpleNamespace(pg_names={Group(): "data"}))
-    monkeypatch.setattr(distributed_c10d, "_set_pg_timeout", lambda limit, group: limits.append(limit))
-    stacks.extend_collective_timeouts(2 * 3600)
-    stacks.extend_collective_timeouts(60)
-    assert limits == [timedelta(seconds=2 * 3600) + stacks.TIMEOUT_MARGIN, distributed_c10d.default_pg_timeout]
+def test_no_collective_gives_up_before_the_timeout_has_been_diagnosed() -> None:
+    """Gloo's own limit is 30 minutes. A group of one rank waits for nobody."""
+    pair, alone = (SimpleNamespace(size=lambda size=size: size) for size in (2, 1))
+    limits: list[tuple[timedelta, object]] = []
+    for timeout in (2 * 3600, 60):
+        stacks.extend_collective_timeouts(timeout, [alone, pair], lambda *given: limits.append(given))
+    assert limits == [
+        (timedelta(seconds=2 * 3600) + stacks.TIMEOUT_MARGIN, pair),
+        (distributed_c10d.default_pg_timeout, pair),
+    ]
 
 
 def calling(name: str) -> Callable[[Callable[[], None]], None]:
