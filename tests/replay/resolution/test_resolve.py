@@ -13,6 +13,8 @@ import torch
 from actor_init.as_json import to_json
 from actor_init.model_form import Layout
 from actor_init.probe.layout_choice import choose_layout
+from actor_init.saving.state_file import SavedState
+from actor_init.schedule_and_norm import Progress
 from actor_init.spec import ActorSpec, Attention, Dtype, Kernels, OptimizerName, ParallelSpec, UsageError
 from actor_init.world import World
 from capture.file_format.capture_file import CapturedCall
@@ -225,21 +227,20 @@ def test_what_one_rank_cannot_do_is_refused_on_all_when_a_variant_is_derived_or_
             raise UsageError("flash-attn has no CPU kernel")
         return "packed_fa2"
 
-    def read_state_here(folder: Path) -> Any:
-        if folder.name == "missing":
-            raise UsageError("no state is there")
-        return SimpleNamespace(check=lambda *known: None, num_steps=1)
-
     monkeypatch.setattr("actor_init.attention.kernel_choice.choose_kernel_name", choose_kernel_name_here)
-    monkeypatch.setattr("replay.runner.checkpoint.SavedState", SimpleNamespace(read=read_state_here))
     devices = [torch.device("cuda"), torch.device("cpu")]
     results = call_on_ranks(lambda ranks: replay.derive_variant(ranks, why="to know"), devices)
     assert [str(result) for result in results] == ["on rank 1: flash-attn has no CPU kernel"] * 2
-    folders = [tmp_path / "state", tmp_path / "missing"]
+    folders = [tmp_path, tmp_path / "missing"]
+    two_ranks: Any = SimpleNamespace(world_size=2)
+    progress = Progress.from_schedule(None)
+    state = SavedState.from_actor(replay.actor, replay.source, two_ranks, progress, num_inputs=1, versions={})
+    state.write(tmp_path)
     results = call_on_ranks(
         lambda ranks: load_state_weights(replay, replay.source, ranks, folders[ranks.rank]), devices
     )
-    assert [str(result) for result in results] == ["on rank 1: no state is there"] * 2
+    says = "state.json cannot be read: No such file or directory. Give a folder that save_state wrote"
+    assert [str(result) for result in results] == [f"on rank 1: load_state='{folders[1]}': {says}"] * 2
 
 
 def test_a_variant_is_checked_again_and_says_why(world: World) -> None:

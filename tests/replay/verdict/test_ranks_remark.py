@@ -131,7 +131,9 @@ def test_ranks_of_which_each_forward_is_wrong_are_named(
     )
     # Ranks that shard one model begin with the same weights, whatever they compute; so do passes that are not judged.
     sharded = [
-        each._replace(recorded=replace(each.recorded, weight_comparison=WeightComparison(is_sharded=True)))
+        PassEvidence(
+            each.record, replace(each.recorded, weight_comparison=WeightComparison(is_sharded=True)), each.replayed
+        )
         for each in passes
         if each.recorded is not None
     ]
