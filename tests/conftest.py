@@ -247,6 +247,17 @@ def proofs_once() -> Iterator[None]:
 
 
 @pytest.fixture
+def become_rank(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, int], None]:
+    """Have torch say that this process is a rank of so many, of whichever group it is asked."""
+
+    def become(rank: int, world_size: int) -> None:
+        monkeypatch.setattr("torch.distributed.get_rank", lambda group=None: rank)
+        monkeypatch.setattr("torch.distributed.get_world_size", lambda group=None: world_size)
+
+    return become
+
+
+@pytest.fixture
 def no_process_group(monkeypatch: pytest.MonkeyPatch) -> None:
     """This process is in no process group, though other tests keep one open."""
     monkeypatch.setattr("torch.distributed.is_initialized", lambda: False)

@@ -8,7 +8,7 @@ clipping by the optimizer). So while hooks are attached, attributes of modules a
   imported it before is seen.
 * before torch 2.6 `clip_grad_norm_` itself, which does everything in one function. A job that imported it before is not
   seen, and has to note its norm; until a clipping is seen, gradients there count as maybe clipped
-  (`SEES_ALL_CLIPPING`).
+  (`sees_all_clipping`).
 * the step of torch's schedules of the learning rate, which has no hook either.
 * `GradScaler.step`: where gradients overflowed, it returns without a step, of which nothing else tells.
 * `GradScaler.scale`: the gradient of the logits has its factor, and that of the parameters no longer has it.
@@ -31,11 +31,14 @@ from torch.optim.lr_scheduler import ChainedScheduler, LRScheduler, SequentialLR
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.overrides import TorchFunctionMode
 
-SEES_ALL_CLIPPING = hasattr(nn.utils.clip_grad, "_clip_grads_with_norm_")
-
 StepArguments = tuple[tuple[Any, ...], dict[str, Any]]
 # The order of the norm that gradients are clipped by, or None for the value of each element, and the limit.
 OtherRule = tuple[float | None, Any]
+
+
+def sees_all_clipping() -> bool:
+    """Tell whether a clipping by torch is seen wherever the job has imported it: torch 2.6 or later."""
+    return hasattr(nn.utils.clip_grad, "_clip_grads_with_norm_")
 
 
 class OptimizerCallbacks(Protocol):
@@ -220,7 +223,7 @@ class GradientNorms:
         return norm if latest is not None and latest is gradient and latest._version == version else None
 
 
-class _NormKeeper(TorchFunctionMode):
+class NormKeeper(TorchFunctionMode):
     """Keeps the norms of single tensors that torch computes meanwhile."""
 
     def __init__(self) -> None:
@@ -250,7 +253,7 @@ def _wrap_functions() -> None:
     clip_grad = torch.nn.utils.clip_grad
     # torch.nn.utils re-exports the functions, so both modules get the wrapper.
     modules = [clip_grad, nn.utils]
-    if SEES_ALL_CLIPPING:
+    if sees_all_clipping():
         _replace(modules, clip_grad._clip_grads_with_norm_, _wrap_clip_by_known_norm)
     else:
         _replace(modules, clip_grad.clip_grad_norm_, _wrap_clip_grad_norm)
@@ -328,7 +331,7 @@ def _wrap_get_total_norm(original: Callable[..., Any]) -> Callable[..., Any]:
         if not (active_callbacks := _find_active_callbacks()):
             return original(tensors, norm_type, *args, **kwargs)
         keeps_norms = norm_type == 2 and any(callbacks.wants_norms for callbacks in active_callbacks)
-        with _NormKeeper() if keeps_norms else nullcontext() as keeper:
+        with NormKeeper() if keeps_norms else nullcontext() as keeper:
             total_norm = original(tensors, norm_type, *args, **kwargs)
         _latest_other_norm = None if norm_type == 2 else (total_norm, float(norm_type))
         _latest_norms = None if keeper is None else (total_norm, keeper.norms)

@@ -423,7 +423,7 @@ class StepWindow:
             max_norm=None if clipping is None else clipping.max_norm,
             unapplied_norm=self._find_unapplied_norm(),
             num_clipped=None if clipping is None else clipping.num_clipped,
-            is_unclipped=(optimizer_hooks.SEES_ALL_CLIPPING or clipping is not None) and not clips_early,
+            is_unclipped=(optimizer_hooks.sees_all_clipping() or clipping is not None) and not clips_early,
             clips_early=clips_early,
             clips_otherwise=self._window.clips_otherwise,
             clippings=self._list_clippings(),

@@ -221,10 +221,9 @@ def test_what_a_rank_holds_of_a_gradient_is_found_in_the_engines_partition(
     begin: int,
     end: int,
     is_part: bool,
-    monkeypatch: pytest.MonkeyPatch,
+    become_rank: Callable[[int, int], None],
 ) -> None:
-    monkeypatch.setattr(torch.distributed, "get_world_size", lambda group: 2)
-    monkeypatch.setattr(torch.distributed, "get_rank", lambda group: 1)
+    become_rank(1, 2)
     engine, parameter = hold()
     for start in range(9):
         found = engine.find(make_slot(start, 4), parameter)
@@ -238,9 +237,10 @@ def test_what_a_rank_holds_of_a_gradient_is_found_in_the_engines_partition(
     assert gradient[held.offset : held.offset + held.count].tolist() == WHOLE[begin:end].tolist()
 
 
-def test_under_mics_a_part_that_several_ranks_hold_is_sampled_and_not_signed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.distributed, "get_world_size", lambda group: 2)
-    monkeypatch.setattr(torch.distributed, "get_rank", lambda group: 1)
+def test_under_mics_a_part_that_several_ranks_hold_is_sampled_and_not_signed(
+    become_rank: Callable[[int, int], None],
+) -> None:
+    become_rank(1, 2)
     engine, parameter = hold_in_zero_3()
     wrapper = type("MiCS_Optimizer", (), vars(engine.wrapper))()
     engine = replace(engine, wrapper=wrapper)

@@ -11,10 +11,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from capture import capture_files, recording
 from capture.file_format.capture_file import read_call
 from capture.file_format.gradient_signature import GradientSignature
-from capture.record import gradient_signer, optimizer_hooks
+from capture.record import optimizer_hooks
 from capture.record.gradient_signer import (
     MAX_FIRST_STEPS,
     MAX_SIGNED,
+    MICROSECONDS_PER_PARAMETER,
     MICROSECONDS_PER_STEP,
     GradientSigner,
     RawSignatures,
@@ -107,19 +108,19 @@ def test_norms_are_kept_at_the_steps_that_are_signed_alone(tmp_path: Path, monke
     losses: list[float] = []
     steps_with_norms: list[int] = []
 
-    class Keeper(optimizer_hooks._NormKeeper):
+    class Keeper(optimizer_hooks.NormKeeper):
         def __init__(self) -> None:
             super().__init__()
             steps_with_norms.append(len(losses) - 1)
 
-    monkeypatch.setattr(optimizer_hooks, "_NormKeeper", Keeper)
-    monkeypatch.setattr(gradient_signer, "MAX_FIRST_STEPS", 2)
-    monkeypatch.setattr(gradient_signer, "MICROSECONDS_PER_STEP", 10.0)
-    # Three parameters: 24 microseconds, so every third step is signed.
-    model = nn.Sequential(nn.Embedding(5, 5), nn.Linear(5, 7))
+    monkeypatch.setattr(optimizer_hooks, "NormKeeper", Keeper)
+    # So many parameters take more than twice what a step may on average, so every third step is signed.
+    num_parameters = int(2.5 * MICROSECONDS_PER_STEP / MICROSECONDS_PER_PARAMETER)
+    layers = [nn.Linear(5, 5, bias=False) for _ in range(num_parameters - 1)]
+    model = nn.Sequential(nn.Embedding(5, 5), *layers)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     with recording(model, tmp_path, reproduce=True, arguments={"input": "input_ids"}):
-        while len(losses) < 7:
+        while len(losses) < MAX_FIRST_STEPS + 6:
             loss = model(torch.tensor([[1, 2, 2, 4]])).sum()
             losses.append(loss.item())
             loss.backward()
@@ -128,7 +129,8 @@ def test_norms_are_kept_at_the_steps_that_are_signed_alone(tmp_path: Path, monke
             optimizer.zero_grad()
     steps = [read_call(path).step for path in capture_files(tmp_path)]
     signed = [number for number, step in enumerate(steps) if step is not None and step.signatures]
-    assert signed == steps_with_norms == [0, 1, 3, 6]
+    assert MAX_FIRST_STEPS == 8
+    assert signed == steps_with_norms == [*range(8), 9, 12]
 
 
 def test_a_norm_is_that_of_a_gradient_that_has_not_changed_since() -> None:

@@ -9,6 +9,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from inspect import getmembers, isfunction
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -35,7 +36,6 @@ from capture.file_format.optimizer_step import (
     parse_numbers,
 )
 from capture.folder_tools.redact import TokenRedaction, redact_folder
-from capture.record import optimizer_hooks
 from capture.record.optimizer_hooks import OptimizerHooks, RunningStepHook
 from capture.record.parameter_sampler import NUM_PER_STEP, ParameterSampler
 from capture.record.recorder import Recorder
@@ -70,13 +70,10 @@ class Model(nn.Module):
 
 @pytest.fixture(autouse=True)
 def nothing_is_left_in_torch() -> Iterator[None]:
-    before = nn.utils.clip_grad_norm_, nn.utils.clip_grad_value_, nn.utils.clip_grad._clip_grads_with_norm_
+    modules = nn.utils, nn.utils.clip_grad
+    before = [getmembers(module, isfunction) for module in modules]
     yield
-    assert before == (
-        nn.utils.clip_grad_norm_,
-        nn.utils.clip_grad_value_,
-        nn.utils.clip_grad._clip_grads_with_norm_,
-    )
+    assert before == [getmembers(module, isfunction) for module in modules]
     assert not torch_optimizer._global_optimizer_pre_hooks
 
 
@@ -344,19 +341,24 @@ def clip_as_before_torch_2_6() -> Callable[..., Tensor]:
     return clip_grad_norm_
 
 
+def put_older_clipping(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Have torch clip as before 2.6, and return the function that does."""
+    older = clip_as_before_torch_2_6()
+    for module in (nn.utils.clip_grad, nn.utils):
+        monkeypatch.setattr(module, "clip_grad_norm_", older)
+        monkeypatch.delattr(module, "_clip_grads_with_norm_", raising=False)
+        monkeypatch.delattr(module, "_get_total_norm", raising=False)
+    return older
+
+
 @pytest.mark.parametrize("norm_type", [2.0, math.inf])
 @pytest.mark.parametrize("by_name", [False, True], ids=["looked up in torch", "imported before"])
 def test_clipping_by_an_older_torch_is_seen_where_the_job_looks_it_up(
     by_name: bool, norm_type: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A name that was imported before is left alone: its norm has to be noted, and nobody says "unclipped"."""
-    older = clip_as_before_torch_2_6()
+    older = put_older_clipping(monkeypatch)
     torchs = nn.utils.clip_grad
-    for module in (torchs, nn.utils):
-        monkeypatch.setattr(module, "clip_grad_norm_", older)
-        monkeypatch.delattr(module, "_clip_grads_with_norm_", raising=False)
-        monkeypatch.delattr(module, "_get_total_norm", raising=False)
-    monkeypatch.setattr(optimizer_hooks, "SEES_ALL_CLIPPING", False)
     model = Model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     expected = compute_gradients(compute_loss)
@@ -383,12 +385,14 @@ def test_clipping_by_an_older_torch_is_seen_where_the_job_looks_it_up(
 def test_gradients_are_unclipped_only_where_a_clipping_would_have_been_seen(
     sees_all: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(optimizer_hooks, "SEES_ALL_CLIPPING", sees_all)
+    if not sees_all:
+        put_older_clipping(monkeypatch)
     model = Model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with recording(model, tmp_path, reproduce=True):
         compute_loss(model).backward()
         optimizer.step()
+    monkeypatch.undo()
     assert [step.is_unclipped for step in read_steps(tmp_path)] == [sees_all]
 
 
@@ -910,15 +914,15 @@ def test_a_failure_with_a_step_is_one_warning_and_the_passes_are_kept(
     assert (recorder.num_written, recorder.failure, read_steps(tmp_path)) == (2, None, [])
 
 
-def test_a_job_that_forks_is_heard_in_one_process(tmp_path: Path) -> None:
+def test_a_job_that_forks_is_heard_in_one_process() -> None:
     model = Model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    with recording(model, tmp_path, reproduce=True) as recorder:
+    told = threading.Event()
+    callbacks: Any = type("", (), {"before_step": lambda self, _: told.set(), "after_step": lambda self: None})()
+    hooks = OptimizerHooks(callbacks)
+    hooks.attach()
+    try:
         compute_loss(model).backward()
-        told = threading.Event()
-        recorder._optimizer_hooks.callbacks = type(
-            "", (), {"before_step": lambda self, _: told.set(), "after_step": lambda self: None}
-        )()
         child = os.fork()
         if child == 0:
             optimizer.step()
@@ -926,6 +930,8 @@ def test_a_job_that_forks_is_heard_in_one_process(tmp_path: Path) -> None:
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
         optimizer.step()
         assert told.is_set()
+    finally:
+        hooks.remove()
 
 
 def test_a_model_and_its_optimizer_that_the_job_lets_go_are_freed(tmp_path: Path) -> None:
@@ -1059,9 +1065,9 @@ class Sharded(Tensor):
     [([Replicate(), Partial()], 3 / math.sqrt(2)), ([Partial(), Partial()], 3.0), ([Replicate(), Replicate()], None)],
 )
 def test_of_a_norm_that_is_left_in_parts_the_ranks_squares_add_up(
-    placements: list[Any], expected: float | None, monkeypatch: pytest.MonkeyPatch
+    placements: list[Any], expected: float | None, become_rank: Callable[[int, int], None]
 ) -> None:
-    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 4)
+    become_rank(0, 4)
     norm = torch.tensor(3.0).as_subclass(Sharded)
     norm.placements = placements
     own, is_part = copy_local_norm(norm)

@@ -3,6 +3,7 @@
 import gc
 import warnings
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -248,13 +249,12 @@ def test_indices_of_a_shard_are_torchs(placement: Any, size: int) -> None:
         assert list_local_indices(size, [(3, rank, factor)]).tolist() == piece.tolist()
 
 
-def test_partitions_of_zero_3_hold_the_whole_ones_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_partitions_of_zero_3_hold_the_whole_ones_samples(become_rank: Callable[[int, int], None]) -> None:
     whole = torch.arange(35, dtype=torch.float32)
     padded = torch.cat([whole, torch.zeros(1)])
-    monkeypatch.setattr(torch.distributed, "get_world_size", lambda group: 4)
     held: dict[int, float] = {}
     for rank in range(4):
-        monkeypatch.setattr(torch.distributed, "get_rank", lambda group, rank=rank: rank)
+        become_rank(rank, 4)
         part = padded[9 * rank : 9 * rank + 9].clone()
         parameter = SimpleNamespace(ds_tensor=part, ds_shape=torch.Size((7, 5)), ds_process_group=None)
         # These four elements lie on both sides of a border between ranks.
