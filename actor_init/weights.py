@@ -42,10 +42,12 @@ class ReadAhead:
     safetensors maps its files, so each page comes when it is touched, in small pieces, while the processor waits. The
     system reads large pieces by itself, and at the disk's own speed, if it is told what will be needed.
 
+    num_bytes   how much the system reads after the tensor that is requested
     _offsets    where each tensor begins and ends, by file
     _requested  the part that is read or on its way, by file
     """
 
+    num_bytes: int = AHEAD_BYTES
     _offsets: dict[Path, Mapping[str, tuple[int, int]]] = field(default_factory=dict)
     _requested: dict[Path, tuple[int, int]] = field(default_factory=dict)
 
@@ -57,14 +59,14 @@ class ReadAhead:
             self._offsets[path] = find_tensor_offsets(path)
         begin, end = self._offsets[path][name]
         first, last = self._requested.get(path, (begin, begin))
-        if first <= begin and end + AHEAD_BYTES // 2 <= last:
+        if first <= begin and end + self.num_bytes // 2 <= last:
             return
         if not first <= begin <= last:
             first = last = begin
-        self._requested[path] = first, end + AHEAD_BYTES
+        self._requested[path] = first, end + self.num_bytes
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
-            os.posix_fadvise(descriptor, last, end + AHEAD_BYTES - last, os.POSIX_FADV_WILLNEED)
+            os.posix_fadvise(descriptor, last, end + self.num_bytes - last, os.POSIX_FADV_WILLNEED)
         finally:
             os.close(descriptor)
 

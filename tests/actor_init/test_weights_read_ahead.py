@@ -8,10 +8,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from actor_init import weights
 from actor_init.weights import FolderWeights, ReadAhead, find_tensor_offsets
 
 TENSORS = {f"layers.{number}.weight": torch.arange(256.0) + number for number in range(8)}
+TWO_TENSORS = 2048
 
 
 @pytest.fixture
@@ -30,8 +30,6 @@ def requests(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
         requests.append((begin, begin + length))
 
     monkeypatch.setattr(os, "posix_fadvise", note_request)
-    # These are two tensors.
-    monkeypatch.setattr(weights, "AHEAD_BYTES", 2048)
     return requests
 
 
@@ -45,7 +43,7 @@ def test_places_are_those_of_the_values(path: Path) -> None:
 def test_in_the_files_order_each_byte_is_asked_for_once_and_before_it_is_needed(
     path: Path, requests: list[tuple[int, int]]
 ) -> None:
-    ahead, offsets = ReadAhead(), find_tensor_offsets(path)
+    ahead, offsets = ReadAhead(num_bytes=TWO_TENSORS), find_tensor_offsets(path)
     for name, (begin, end) in sorted(offsets.items(), key=lambda name_and_offsets: name_and_offsets[1]):
         ahead.request(path, name)
         assert requests[0][0] <= begin
@@ -55,10 +53,10 @@ def test_in_the_files_order_each_byte_is_asked_for_once_and_before_it_is_needed(
 
 
 def test_a_tensor_elsewhere_is_asked_for_too(path: Path, requests: list[tuple[int, int]]) -> None:
-    ahead, offsets = ReadAhead(), find_tensor_offsets(path)
+    ahead, offsets = ReadAhead(num_bytes=TWO_TENSORS), find_tensor_offsets(path)
     for name in ("layers.6.weight", "layers.1.weight"):
         ahead.request(path, name)
-        assert requests[-1] == (offsets[name][0], offsets[name][1] + 2048)
+        assert requests[-1] == (offsets[name][0], offsets[name][1] + TWO_TENSORS)
 
 
 def test_a_folder_is_read_ahead_as_parameters_are_filled_and_not_for_a_sample(
