@@ -53,14 +53,14 @@ def fill(flat: Tensor, keys: Keys, std: float, on_progress: Callable[[int], None
     if flat.device.type != "cpu":
         for start in range(0, flat.numel(), _PIECE):
             piece = flat[start : start + _PIECE]
-            piece.copy_(_compute_on_device(start, piece.numel(), flat.device, keys, std).to(torch.bfloat16))
+            piece.copy_(compute_on_device(start, piece.numel(), flat.device, keys, std).to(torch.bfloat16))
             on_progress(piece.numel())
         return
     spans = range(0, flat.numel(), _SPAN)
 
     def fill_span(start: int) -> int:
         span = flat[start : start + _SPAN]
-        _fill_on_cpu(span, start, keys, std)
+        fill_on_cpu(span, start, keys, std)
         return span.numel()
 
     for num_filled in _run_in_threads(fill_span, spans):
@@ -76,7 +76,8 @@ def _run_in_threads(work: Callable[[int], int], starts: range) -> Iterator[int]:
         yield from pool.map(work, starts)
 
 
-def _fill_on_cpu(span: Tensor, begin: int, keys: Keys, std: float) -> None:
+def fill_on_cpu(span: Tensor, begin: int, keys: Keys, std: float) -> None:
+    """Fill `span`, whose first element has the number `begin`, with what `compute_values` returns, in bf16's values."""
     scale, bound = _compute_scale_and_bound(std)
     numbers = np.arange(min(_PIECE_ON_CPU, span.numel()), dtype=np.uint32)
     all_bits, all_shifted = np.empty_like(numbers), np.empty_like(numbers)
@@ -101,7 +102,7 @@ def _fill_on_cpu(span: Tensor, begin: int, keys: Keys, std: float) -> None:
         piece.copy_(torch.from_numpy(floats).to(torch.bfloat16))
 
 
-def _compute_on_device(first: int, count: int, device: torch.device, keys: Keys, std: float) -> Tensor:
+def compute_on_device(first: int, count: int, device: torch.device, keys: Keys, std: float) -> Tensor:
     """Return what `compute_values` does, in torch's int32, whose right shift copies the sign, which is masked away."""
     scale, bound = _compute_scale_and_bound(std)
     bits = torch.arange(count, dtype=torch.int32, device=device).add_(_to_signed(first & _MASK_32))

@@ -295,7 +295,7 @@ class _GradientSums:
         if self._hidden_TH is not None:
             self._hidden_TH[head.request.predictor_N[chunk]] = gradient_CV @ head.weight_VH
         if self._needs_gradient[1]:
-            self._weight_VH = _add_product(
+            self._weight_VH = add_product(
                 self._weight_VH, gradient_CV.t(), head.select_hidden(chunk), is_whole_sum=head.has_one_chunk
             )
         if self._needs_gradient[2]:
@@ -325,7 +325,7 @@ class _GradientSums:
         )
 
 
-def _add_product(total: Tensor | None, left: Tensor, right: Tensor, *, is_whole_sum: bool) -> Tensor:
+def add_product(total: Tensor | None, left: Tensor, right: Tensor, *, is_whole_sum: bool) -> Tensor:
     """Add a product of matrices to `total`, in fp32 for half precision; a product that is the whole sum keeps its
     dtype.
     """

@@ -63,7 +63,7 @@ class SplitColumns(ParallelStyle):
         linear: Any = module
 
         def compute_columns(inputs: Tensor) -> Tensor:
-            share = F.linear(self.sum_gradient(inputs, group), *_read_local_parameters(linear))
+            share = F.linear(self.sum_gradient(inputs, group), *read_local_parameters(linear))
             if not self.whole_shape:
                 return share
             shape = torch.Size((*share.shape[:-1], linear.weight.shape[0]))
@@ -97,7 +97,7 @@ class SplitRows(ParallelStyle):
         linear: Any = module
 
         def compute_rows(share: Tensor) -> Tensor:
-            weight, bias = _read_local_parameters(linear)
+            weight, bias = read_local_parameters(linear)
             summed = sum_over(F.linear(share, weight), group)
             if bias is None:
                 return summed.clone() if self.writable else summed
@@ -257,7 +257,8 @@ def distribute(module: nn.Module, mesh: DeviceMesh, **placements: Placement) -> 
             setattr(module, name, nn.Parameter(shard, parameter.requires_grad))
 
 
-def _read_local_parameters(linear: Any) -> tuple[Tensor, Tensor | None]:
+def read_local_parameters(linear: Any) -> tuple[Tensor, Tensor | None]:
+    """Return this rank's part of the weight, and of the bias if there is one."""
     return linear.weight.to_local(), None if linear.bias is None else linear.bias.to_local()
 
 

@@ -304,7 +304,7 @@ class Replayer:
                 recorded_pass = doubt_loss_and_grad_norm(recorded_pass, model_router_loss.why_not_computable)
             self.tracker.set_shapes(batch.num_rows, batch.num_padded_tokens, batch.num_real_tokens)
             batch = select_loss_tokens(self.spec.measure.loss, add_model_positions(batch, self.model_source.config))
-            record_with_results, replayed_pass = self._run_micro_batch(
+            record_with_results, replayed_pass = self.run_micro_batch(
                 record, captured_call, recorded_pass, batch, extra_observers
             )
             # In at most one pass of the run, the random numbers are counted, and the counts added to both. In every
@@ -342,7 +342,7 @@ class Replayer:
             self.step_follower.stop_following_steps("a pass of the step failed")
         return replace(record, window=self.window.first_index)
 
-    def _run_micro_batch(
+    def run_micro_batch(
         self,
         record: PassRecord,
         captured_call: CapturedCall,

@@ -242,7 +242,7 @@ def measure_floors(
     compared = [replayed_pass for replayed_pass in passes if replayed_pass.record.index < num_passes]
     key = _digest_measurement(repeater, compared)
     known_floors: dict[str, NoiseFloor] | None = repeater.world.broadcast_from_rank0(
-        _read_floors(folder, key) if repeater.world.rank == 0 else None
+        read_floors(folder, key) if repeater.world.rank == 0 else None
     )
     if known_floors is not None:
         return known_floors, 0
@@ -251,7 +251,7 @@ def measure_floors(
     has_masks = have_same_masks(repeater.spec, compared, variant, repeated, repeater.dropout)
     floors = keep_limits(compute_floors(compared, repeated), repeater.spec, variant) if has_masks else {}
     if repeater.world.rank == 0:
-        _write_floors(folder, key, floors)
+        write_floors(folder, key, floors)
     return floors, num_passes
 
 
@@ -422,7 +422,7 @@ def _digest_measurement(repeater: RunRepeater, passes: Sequence[PassEvidence]) -
     return hashlib.blake2b(json.dumps(measurement, default=str).encode(), digest_size=12).hexdigest()
 
 
-def _read_floors(folder: Path, key: str) -> dict[str, NoiseFloor] | None:
+def read_floors(folder: Path, key: str) -> dict[str, NoiseFloor] | None:
     """Read an earlier measurement. Raises UsageError if the file is damaged."""
     values = _read_file(folder).get(key)
     try:
@@ -443,7 +443,7 @@ def _read_file(folder: Path) -> Mapping[str, object]:
     return floors_by_key if isinstance(floors_by_key, dict) else {}
 
 
-def _write_floors(folder: Path, key: str, floors: Mapping[str, NoiseFloor]) -> None:
+def write_floors(folder: Path, key: str, floors: Mapping[str, NoiseFloor]) -> None:
     """Write the floors. In a read-only folder nothing is kept, and the next run measures again."""
     try:
         write_atomically(

@@ -139,9 +139,9 @@ FLOORS = {"loss": NoiseFloor(value=1.5e-7, num_values=2), "row_log_probs": Noise
 
 def test_a_state_and_floors_are_read(tmp_path: Path) -> None:
     STATE.write(tmp_path)
-    rounding_floor._write_floors(tmp_path, "0123456789ab", FLOORS)
+    rounding_floor.write_floors(tmp_path, "0123456789ab", FLOORS)
     assert SavedState.read(tmp_path) == STATE
-    assert rounding_floor._read_floors(tmp_path, "0123456789ab") == FLOORS
+    assert rounding_floor.read_floors(tmp_path, "0123456789ab") == FLOORS
 
 
 @pytest.mark.parametrize(
@@ -151,7 +151,7 @@ def test_a_state_and_floors_are_read(tmp_path: Path) -> None:
         (
             "rounding.json",
             ("1.5e-07", "true"),
-            lambda folder: rounding_floor._read_floors(folder, "0123456789ab"),
+            lambda folder: rounding_floor.read_floors(folder, "0123456789ab"),
             "loss.value is true",
         ),
     ],
@@ -160,7 +160,7 @@ def test_a_damaged_file_names_the_field(
     tmp_path: Path, name: str, edit: tuple[str, str], read: Callable[[Path], Any], complaint: str
 ) -> None:
     STATE.write(tmp_path)
-    rounding_floor._write_floors(tmp_path, "0123456789ab", FLOORS)
+    rounding_floor.write_floors(tmp_path, "0123456789ab", FLOORS)
     text = (tmp_path / name).read_text()
     assert edit[0] in text
     (tmp_path / name).write_text(text.replace(*edit, 1))

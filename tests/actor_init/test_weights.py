@@ -127,9 +127,9 @@ def test_32_bits_give_what_64_bits_define(first: int) -> None:
     keys, count = (0x9E3779B9, 0x7F4A7C15), 3 * 2**15 + 5
     expected = name_hash.compute_values(torch.arange(first, first + count), keys, 0.02)
     filled = torch.empty(count)
-    name_hash._fill_on_cpu(filled, first, keys, 0.02)
+    name_hash.fill_on_cpu(filled, first, keys, 0.02)
     assert torch.equal(filled, expected.to(torch.bfloat16).float())
-    assert torch.equal(name_hash._compute_on_device(first, count, CPU, keys, 0.02), expected)
+    assert torch.equal(name_hash.compute_on_device(first, count, CPU, keys, 0.02), expected)
 
 
 def test_every_module_that_is_filled_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:

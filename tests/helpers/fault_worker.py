@@ -30,7 +30,7 @@ ALL = {**FAULTS, **MORE_FAULTS}
 
 def recorded(into: list[Any]) -> Any:
     """The first pass under DebugMode; `into` gets its operations."""
-    measured = Replayer._run_micro_batch
+    measured = Replayer.run_micro_batch
 
     def watched(self: Replayer, *args: Any) -> Any:
         if into:
@@ -40,7 +40,7 @@ def recorded(into: list[Any]) -> Any:
         into.extend(mode.logs)
         return found
 
-    return patch.object(Replayer, "_run_micro_batch", watched)
+    return patch.object(Replayer, "run_micro_batch", watched)
 
 
 def said(before: list[Any], after: list[Any]) -> str:

@@ -66,13 +66,13 @@ def _other_gradient(module_name: str, own_name: str, change: Change) -> Abstract
 
 def _own_parameters(change: Callable[[Any, Tensor], Tensor]) -> AbstractContextManager[Any]:
     """Linear layers that tp splits compute with what `change` makes of their bias."""
-    own = split_linear._read_local_parameters
+    own = split_linear.read_local_parameters
 
     def changed(linear: Any) -> tuple[Tensor, Tensor | None]:
         weight, bias = own(linear)
         return weight, None if bias is None else change(linear, bias)
 
-    return patch.object(split_linear, "_read_local_parameters", changed)
+    return patch.object(split_linear, "read_local_parameters", changed)
 
 
 def _is_split_by_rows(linear: Any) -> bool:

@@ -334,7 +334,7 @@ def test_a_model_that_does_more_keeps_whole_logits_and_says_so(
 
 
 def test_chunks_with_other_numbers_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("actor_init.head.chunks._add_product", lambda total, left, right, is_whole_sum: left @ right)
+    monkeypatch.setattr("actor_init.head.chunks.add_product", lambda total, left, right, is_whole_sum: left @ right)
     description = probe_head(make_config("llama"), CPU).describe()
     assert description.startswith("whole logits (a small copy's numbers are ")
 
