@@ -40,7 +40,7 @@ def choose_layout(
         return spec, Layout(packs=False, why_unusual=_CUSTOM)
     if spec.parallel.ring > 1:
         return spec, _prove_in_ring(spec, config, world, trains)
-    attention, layout = compute_on_rank0(world, partial(_choose, spec, config, world.device, is_typed))
+    attention, layout = compute_on_rank0(world, partial(choose_on_one_rank, spec, config, world.device, is_typed))
     return replace(spec, packing=layout.packs, attention=attention), layout
 
 
@@ -103,7 +103,7 @@ class _LayoutSearch:
         return f"packed documents of {kind} see each other: a small copy's numbers are {error:.2g} off"
 
 
-def _choose(spec: ActorSpec, config: PretrainedConfig, where: device, is_typed: bool) -> tuple[str, Layout]:
+def choose_on_one_rank(spec: ActorSpec, config: PretrainedConfig, where: device, is_typed: bool) -> tuple[str, Layout]:
     """Return the value of --attention, and the layout. Raises UsageError if what was typed is wrong."""
     kernel = choose_kernel_name(spec, where, config)
     search = _LayoutSearch(config=config, device=where)

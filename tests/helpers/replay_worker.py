@@ -40,7 +40,7 @@ def graphs_alone() -> AbstractContextManager[Any]:
 @contextmanager
 def proved_once() -> Iterator[None]:
     """Prove once in this process, and not in each replay, what a model's rows and its head allow."""
-    chosen, form_of = layout_choice._choose, head_probe.probe_head
+    chosen, form_of = layout_choice.choose_on_one_rank, head_probe.probe_head
     choices: dict[object, tuple[str, Layout]] = {}
     forms: dict[object, HeadForm] = {}
 
@@ -56,7 +56,7 @@ def proved_once() -> Iterator[None]:
             forms[key] = form_of(config, device)
         return forms[key]
 
-    with patch.object(layout_choice, "_choose", choose), patch.object(head_probe, "probe_head", form):
+    with patch.object(layout_choice, "choose_on_one_rank", choose), patch.object(head_probe, "probe_head", form):
         yield
 
 

@@ -112,7 +112,7 @@ def small_chunks(world: World) -> Iterator[None]:
 @contextmanager
 def last_chunk_alone(world: World) -> Iterator[None]:
     """The gradient of the head's weight is that of its last chunk."""
-    with small_chunks(world), patch("actor_init.head.chunks._add_product", lambda total, a, b, is_whole_sum: a @ b):
+    with small_chunks(world), patch("actor_init.head.chunks.add_product", lambda total, a, b, is_whole_sum: a @ b):
         yield
 
 
