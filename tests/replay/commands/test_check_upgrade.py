@@ -35,14 +35,14 @@ CANNOT_TELL = replace(VERDICT, outcome=Outcome.CANNOT_TELL, reason="a|b")
 # Of each home of a job, the record and the verdict of its log; None: the replay ends without a log.
 Logs = Mapping[str, tuple[PassRecord, Verdict] | None]
 SAME: Logs = {name: (passed(0, "x"), VERDICT) for name in ("runs/old", "runs/new")}
-Begin = Callable[[Logs], list[Task]]
+Begin = Callable[..., list[Task]]
 
 
 @pytest.fixture
 def environments(monkeypatch: pytest.MonkeyPatch) -> Begin:
     """Let replays in two environments leave made logs. Returns the list of the replays that are asked for."""
 
-    def begin(logs: Logs) -> list[Task]:
+    def begin(logs: Logs, dtypes: tuple[str, str] = ("fp32", "fp32")) -> list[Task]:
         tasks: list[Task] = []
 
         def run(task: Task) -> ProcessResult:
@@ -53,7 +53,8 @@ def environments(monkeypatch: pytest.MonkeyPatch) -> Begin:
             if made is not None:
                 record, verdict = made
                 work = {"config": CONFIG}
-                write_log(task.logs / "1-replay", [record], typed="--dtype fp32", work=work, verdict=verdict)
+                typed = f"--dtype {dtypes[home_of(task).endswith('new')]}"
+                write_log(task.logs / "1-replay", [record], typed=typed, work=work, verdict=verdict)
             return ProcessResult(exit_code=1 if made is None else 0, seconds=1.0, output=task.output, logs=task.logs)
 
         end_each_task(run, monkeypatch)
@@ -93,6 +94,15 @@ def test_the_bound_is_what_rounding_explains_in_this_dtype_and_depth(environment
         checked = check(tmp_path / result)
         assert checked.result is result
         assert checked.quantities[0].bound == pytest.approx(bound)
+
+
+@pytest.mark.parametrize("dtypes", [("fp32", "bf16"), ("bf16", "fp32"), ("bf16", "bf16")])
+def test_the_bound_is_that_of_the_coarser_dtype(dtypes: tuple[str, str], environments: Begin, tmp_path: Path) -> None:
+    """Sums of 16-bit numbers are in fp32, so that two additions in each of four layers are left."""
+    environments({**SAME, "runs/new": (passed(0, "x", loss=2.001), VERDICT)}, dtypes)
+    checked = check(tmp_path)
+    assert checked.quantities[0].bound == pytest.approx(2**-8 * math.sqrt(2 * 4))
+    assert checked.result is UpgradeResult.AGREE
 
 
 def test_one_environment_that_is_given_twice_is_replayed_twice(environments: Begin, tmp_path: Path) -> None:
