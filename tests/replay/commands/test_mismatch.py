@@ -5,19 +5,26 @@ import json
 import math
 from itertools import combinations
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 import replay
-from actor_init.spec import Attention, Dtype
+from actor_init.spec import Attention, Dtype, UsageError
 from actor_init.world import World
 from capture import capture_files
 from capture.file_format.capture_file import read_call
 from replay.command_line.cli import main as replay_main
-from replay.commands.mismatch.report import mismatch_in_world
-from replay.commands.mismatch.statistics import compute_effective_share, measure_mismatch
+from replay.commands.mismatch.report import _gather_data_ranks, _number_sequences, mismatch_in_world
+from replay.commands.mismatch.statistics import (
+    ActionTokens,
+    compute_effective_share,
+    find_worst_tokens,
+    measure_mismatch,
+)
+from replay.options.spec import ReplaySpec
 from tests.helpers.interrupted_world import InterruptedWorld
 from tests.helpers.policy_job import make_rollouts, train
 from tests.helpers.schemas import assert_valid
@@ -65,6 +72,62 @@ def test_k3_is_the_divergence_of_known_distributions() -> None:
 def test_weights_that_are_equal_are_all_effective_and_one_that_rules_is_alone() -> None:
     assert compute_effective_share(torch.full((8,), 700.0, dtype=torch.float64)) == pytest.approx(1)
     assert compute_effective_share(torch.tensor([900.0] + [0.0] * 7, dtype=torch.float64)) == pytest.approx(1 / 8)
+
+
+def test_each_data_rank_reads_inputs_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    def select(spec: Any, data_rank: int, num_data_ranks: int) -> Any:
+        return SimpleNamespace(inputs=[], damaged=[(Path("a.pkl"), f"data rank {data_rank} of {num_data_ranks}")])
+
+    monkeypatch.setattr("replay.commands.mismatch.report.select", select)
+    # The second tp rank of the second data rank.
+    world: Any = SimpleNamespace(rank=3, data_rank=1, num_data_ranks=2)
+    with pytest.raises(UsageError, match="no input can be read: data rank 1 of 2"):
+        mismatch_in_world(world, ReplaySpec(), [Dtype.FP32], ["sdpa"], 3, io.StringIO())
+
+
+def make_tokens(source: str, replay: list[float], sequence: list[int] | None = None) -> ActionTokens:
+    numbers = torch.arange(len(replay))
+    return ActionTokens(
+        source=source,
+        row_N=torch.zeros_like(numbers),
+        column_N=numbers + 1,
+        sequence_N=torch.tensor(sequence if sequence is not None else [0] * len(replay)),
+        id_N=numbers + 10,
+        before_N=numbers + 9,
+        after_N=numbers + 11,
+        rollout_N=torch.zeros(len(replay)),
+        replay_N=torch.tensor(replay),
+    )
+
+
+def test_peers_of_a_data_rank_have_the_same_tokens_and_count_once() -> None:
+    rank_tokens = [
+        [make_tokens("b", [1.0])],
+        [make_tokens("b", [1.0])],
+        [make_tokens("a", [2.0]), make_tokens("c", [3.0])],
+    ]
+    # Ranks 0 and 1 are peers of data rank 1.
+    world: Any = SimpleNamespace(data_rank=0, gather=lambda own: list(zip([1, 1, 0], rank_tokens, strict=True)))
+    assert [tokens.source for tokens in _gather_data_ranks(rank_tokens[2], world)] == ["a", "c", "b"]
+
+
+def test_sequences_of_all_micro_batches_have_numbers_of_their_own() -> None:
+    batches = [make_tokens("a", [1.0] * 3, [0, 0, 2]), make_tokens("b", []), make_tokens("c", [1.0] * 2, [0, 1])]
+    assert _number_sequences(batches).tolist() == [0, 0, 2, 3, 4]
+
+
+def test_worst_tokens_are_the_farthest_in_either_direction_and_of_equal_ones_the_first() -> None:
+    first = [make_tokens("a", [0.5, -3.0, 1.0]), make_tokens("b", [2.0, 3.0])]
+    second = [make_tokens("a", [7.0, 8.0, 9.0]), make_tokens("b", [5.0, 6.0])]
+    worst = find_worst_tokens([first, second], 3)
+    assert [(token.source, token.column, token.replays) for token in worst] == [
+        ("a", 2, [-3.0, 8.0]),
+        ("b", 2, [3.0, 6.0]),
+        ("b", 1, [2.0, 5.0]),
+    ]
+    assert (worst[0].before, worst[0].after) == ((10, 0.5), (12, 1.0))
+    # A neighbour that is no action token has an id and no distance.
+    assert (worst[1].before, worst[1].after) == ((10, 2.0), (12, None))
 
 
 @pytest.fixture(scope="module")
