@@ -232,6 +232,9 @@ def test_after_ctrl_c_it_says_how_to_go_on_and_runs_what_is_missing_alone(
     assert f"\ngo on      replay parity --continue {folder}\n" in out
     assert "\nresult     2 EQUAL, 4 not run\n" in out
     assert RUNS[3] not in out  # the table is of what was run
+    # What did not run is no success, though all that ran agrees.
+    assert cli.main(["parity", "--continue", str(folder), "--time-limit", "0"]) == 1
+    assert list(states(folder).values()) == ["done"] * 3 + ["pending"] * 4
     runs.names = [REFERENCE]  # how the stand-in tells it from the same again
     assert cli.main(["parity", "--continue", str(folder)]) == 1
     assert runs.names[1:] == RUNS[3:]
