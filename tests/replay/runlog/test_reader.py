@@ -21,6 +21,7 @@ from replay.runlog.reader import (
 )
 from replay.runlog.records import PassRecord
 from replay.runlog.run_file import RunFailure, RunFile
+from replay.runlog.summary import summarize
 from tests.helpers.made_logs import passed, write_log
 from tests.helpers.made_records import record
 
@@ -178,6 +179,66 @@ def test_a_folder_names_its_only_run(runs: Sequence[str], named: str, says: str 
         with pytest.raises(UsageError) as refusal:
             find_run_folder(logs / named)
         assert says.format(logs=logs) in str(refusal.value)
+
+
+def test_a_run_without_a_pass_and_a_damaged_run_file_are_refused(two_ranks: Path, tmp_path: Path) -> None:
+    empty = write_log(tmp_path / "empty", [record(0)])
+    (empty / "rank0.jsonl").write_text("")
+    run = RunFile.read(empty)
+    assert run.end is not None
+    replace(run, end=replace(run.end, statistics=summarize([]))).write(empty)
+    with pytest.raises(UsageError, match=r"no pass was replayed\. Try: replay with other inputs"):
+        PastRun.read(empty)
+    whole = RunFile.read(two_ranks)
+    for damaged, missing in (
+        (replace(whole, start=None), "devices is"),
+        (replace(whole, end=None), "statistics is"),
+    ):
+        damaged.write(two_ranks)
+        with pytest.raises(UsageError, match=f"is damaged: {missing} missing. Try: replay"):
+            PastRun.read(two_ranks)
+        assert describe_missing_passes(RunFile.read(two_ranks), 2) is None
+    assert describe_missing_passes(replace(whole, failure=RunFailure(kind="died")), 2) is None
+
+
+def test_the_passes_of_each_rank_are_there_one_by_one(two_ranks: Path) -> None:
+    path = two_ranks / "rank1.jsonl"
+    lines = path.read_text().splitlines(keepends=True)
+    for kept, says in (
+        ([0, 1], "is cut short: it has 2 of 3 passes"),
+        ([0, 2], "one by one"),
+        ([0, 1, 1], "one by one"),
+    ):
+        path.write_text("".join(lines[number] for number in kept))
+        with pytest.raises(UsageError, match=rf"rank1\.jsonl (does not hold the passes of rank 1 )?{says}"):
+            PastRun.read(two_ranks)
+
+
+@pytest.mark.parametrize(
+    ("typed", "chosen", "loss"),
+    [
+        ("", "sft", "sft"),
+        ("", "stand-in", "stand-in"),
+        ("--loss sft", "stand-in", "sft"),
+        ("--loss stand-in", "sft", "stand-in"),
+    ],
+)
+def test_the_loss_is_what_was_typed_or_what_the_run_chose(typed: str, chosen: str, loss: str, tmp_path: Path) -> None:
+    folder = write_log(tmp_path / "log", [passed(0, "a")], typed=typed, chosen_loss=chosen)
+    assert PastRun.read(folder).measure.loss == loss
+
+
+def test_of_several_runs_below_a_folder_the_first_is_read(tmp_path: Path) -> None:
+    for name, number in (("20260301-000000-replay", 1), ("20260302-000000-replay", 2)):
+        write_log(tmp_path / name, [passed(index, "a") for index in range(number)])
+    folder, run, records = read_run_below(tmp_path)
+    assert folder == tmp_path / "20260301-000000-replay"
+    assert (run is not None, len(records)) == (True, 1)
+
+
+def test_a_window_of_one_input_has_its_name() -> None:
+    _, [window] = group_passes_and_windows(make_ranks(0, "a", 0.5))
+    assert window.name == "a"
 
 
 def test_the_first_pass_that_failed_on_any_rank_is_why_runs_are_not_compared(tmp_path: Path) -> None:
