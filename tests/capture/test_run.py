@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from capture import capture_files, read_micro_batch, recording
-from capture.child_processes import record_children
+from capture.child_processes import leave_mark, record_children
 from capture.cli import build_parser, list_commands, list_declared, main
 from capture.module_search import ModuleSearch, TrainedLanguageModel, has_class_name
 from capture.record.recorder import Recorder
@@ -533,6 +533,46 @@ def test_the_last_line_says_what_became_of_each_pass(
     search.end()
     search.recordings.append(("Own", cast(Recorder, SimpleNamespace(folder=tmp_path, **(COUNTED | counted)))))
     assert search.describe() == f"capture: {says}, in {tmp_path}"
+
+
+@pytest.mark.parametrize(
+    ("rank", "has_recorded", "has_children", "speaks"),
+    [
+        (0, True, False, True),
+        (0, True, True, True),
+        (1, True, False, False),
+        (0, False, False, True),
+        # The children say what they have recorded.
+        (0, False, True, False),
+        (1, False, False, False),
+    ],
+)
+def test_one_process_of_a_job_says_the_last_line(
+    rank: int,
+    has_recorded: bool,
+    has_children: bool,
+    speaks: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    no_process_group: None,
+) -> None:
+    monkeypatch.setattr(ModelSearch, "has_begun", False)
+    monkeypatch.setenv("RANK", str(rank))
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    marks = tmp_path / "marks"
+    order = RecordingOrder(folder=str(tmp_path), module_name=None, arguments={}, settings={}, marks=str(marks))
+    search = ModelSearch(order, lambda recorder: None)
+    search.end()
+    if has_recorded:
+        recorder = SimpleNamespace(folder=tmp_path, rank=rank, **COUNTED)
+        search.recordings.append(("Own", cast(Recorder, recorder)))
+    if has_children:
+        leave_mark(marks)
+    said = search.describe_job()
+    assert (said is not None) == speaks
+    assert said is None or ("1 pass of Own" in said) == has_recorded
+    # The marks are taken away in any case.
+    assert not marks.exists()
 
 
 class Harness(nn.Module):

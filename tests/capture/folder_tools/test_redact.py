@@ -2,7 +2,7 @@
 
 import json
 from collections import Counter
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from capture.file_format.listing import capture_files
 from capture.file_format.micro_batch import LOSS_GRADIENTS, LOSS_MISFIT, LOSS_TARGETS, Origin
 from capture.file_format.model_facts import ModelFacts, write_model_facts
 from capture.file_format.optimizer_step import OptimizerStep, ParameterSamples
+from capture.folder_tools.convert import FolderWriter
 from capture.folder_tools.redact import TokenRedaction, redact_folder
 
 SECRET = "/home/somebody/secret-project"
@@ -146,7 +147,41 @@ def test_which_tokens_have_a_label_stays_and_no_label_tells_a_token(tokens: Toke
         assert not ids_BS.any()
 
 
-@pytest.mark.parametrize("vocabulary_size", [None, 2000, 10])
+@pytest.mark.parametrize("tokens", TokenRedaction)
+def test_a_call_without_labels_and_without_a_step_is_redacted_too(tokens: TokenRedaction, tmp_path: Path) -> None:
+    """As OpenRLHF's actor is called: the token ids have another name, and an action mask says what counts."""
+    tensors = {
+        "sequences": torch.tensor(IDS, dtype=torch.int32),
+        "attention_mask": torch.tensor(MASK),
+        "action_mask": torch.tensor([[1, 1], [0, 1]]),
+    }
+    redacted = redact(make_call(tensors=tensors, step=None, notes={}), tmp_path, tokens)
+    assert (redacted.tensors.keys(), redacted.step, redacted.notes) == (tensors.keys(), None, {})
+    ids_BS = redacted.tensors["sequences"]
+    assert ids_BS.dtype == torch.int32
+    assert redacted.tensors["action_mask"].equal(tensors["action_mask"])
+    assert ids_BS.tolist() != IDS
+    assert bool(ids_BS.any()) == (tokens is PERMUTED)
+
+
+def test_segments_become_segments_of_at_most_the_largest_ones_size(tmp_path: Path) -> None:
+    source, target = tmp_path / "in", tmp_path / "out"
+    source.mkdir()
+    with FolderWriter(source, segment=2**20) as writer:
+        for step in range(8):
+            # Rank 0 has a segment of one pass, and rank 1 one of seven.
+            origin = replace(make_call().origin, rank=int(step > 0), step=step)
+            writer.write(make_call(origin=origin, step=None))
+    sizes = sorted(path.stat().st_size for path in source.rglob("*.seg"))
+    assert len(sizes) == 2
+    assert redact_folder(source, target, ZERO).num_written == 8
+    redacted = [path.stat().st_size for path in target.rglob("*.seg")]
+    assert len(redacted) == 2
+    assert max(redacted) <= sizes[1]
+    assert not list(target.rglob("*.pkl"))
+
+
+@pytest.mark.parametrize("vocabulary_size", [None, 10**6, 10])
 def test_permuted_tokens_are_as_often_the_same_and_of_the_vocabulary(
     vocabulary_size: int | None, tmp_path: Path
 ) -> None:
@@ -162,7 +197,9 @@ def test_permuted_tokens_are_as_often_the_same_and_of_the_vocabulary(
     before, after = torch.tensor(IDS)[real_BS].tolist(), redacted.tensors["input_ids"][real_BS].tolist()
     assert sorted(Counter(after).values()) == sorted(Counter(before).values()) == [1] * 7 + [3]
     assert after != before
-    limit = 2000 if vocabulary_size == 2000 else 951
+    limit = 10**6 if vocabulary_size == 10**6 else 951
+    # Ten ids of a million are not all among the first thousand.
+    assert (max(after) > 951) == (limit == 10**6)
     assert 0 <= min(after) <= max(after) < limit
     assert max(redacted.tensors["labels"].flatten().tolist()) < limit
 
