@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from replay.comparison.comparable import compare_settings
-from replay.comparison.differences import Differences, Quantity, compare
+from replay.comparison.differences import ComparedPoint, Differences, Quantity, compare
+from replay.comparison.plot import _compute_curve
 from replay.runlog.reader import PastRun
 from replay.runlog.records import PassRecord
 from tests.helpers.made_logs import passed, write_log
@@ -171,3 +172,14 @@ def test_the_settings_that_differ_are_listed_and_no_others(tmp_path: Path) -> No
         "data ranks": ["1", "2"],
         "devices": ["1 x H200", "2 x H200"],
     }
+
+
+def test_a_curve_has_the_farthest_point_of_each_pass_and_a_gap_where_that_is_infinite() -> None:
+    def point(place: int, other: float) -> ComparedPoint:
+        return ComparedPoint(source=f"{place}.pkl", place=place, reference=2.0, other=other)
+
+    points = [point(0, 3.0), point(0, 2.5), point(2, 2.0), point(2, math.nan), point(3, 2.0), point(3, 4.0)]
+    numbers, values, num_infinite = _compute_curve(Quantity.summarize("log-probs", points))
+    assert (numbers, num_infinite) == ([1, 3, 4], 1)
+    assert (values[0], values[2]) == (0.5, 1.0)
+    assert math.isnan(values[1])
