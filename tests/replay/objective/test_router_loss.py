@@ -13,8 +13,16 @@ from transformers import MixtralConfig, MixtralForCausalLM
 
 from actor_init.routes import PassRoutes, steer_routers
 from capture import recording
+from capture.file_format.capture_file import CapturedCall
+from capture.file_format.micro_batch import Origin
 from replay.command_line.cli import main
-from replay.objective.router_loss import RouterLossTerm, TrainingLoopLoss, find_router_loss
+from replay.objective.router_loss import (
+    RouterLossTerm,
+    TrainingLoopLoss,
+    asks_for_router_loss,
+    computes_router_loss,
+    find_router_loss,
+)
 from tests.helpers.families import tiny_config, tiny_model
 
 RELEASE = tuple(map(int, transformers.__version__.split(".")[:2]))
@@ -29,6 +37,30 @@ SIZES: dict[str, Any] = {
     "router_aux_loss_coef": 0.5,
     "sliding_window": None,
 }
+
+
+@pytest.mark.parametrize(
+    ("in_config", "in_call", "is_computed"),
+    [
+        (True, None, True),
+        (False, None, False),
+        # What the call says goes before the config.
+        (True, False, False),
+        (False, True, True),
+    ],
+)
+def test_a_call_says_before_the_config_whether_the_routers_loss_is_computed(
+    in_config: bool, in_call: bool | None, is_computed: bool
+) -> None:
+    config = MixtralConfig(**SIZES, output_router_logits=in_config)
+    facts = {} if in_call is None else {"output_router_logits": in_call}
+    ids_BS = torch.ones(1, 4, dtype=torch.int64)
+    known: dict[str, Any] = {"call_facts": facts, "left_out": {}, "origin": Origin(source=""), "trains": True}
+    labelled = CapturedCall(tensors={"input_ids": ids_BS, "labels": ids_BS}, **known)
+    unlabelled = CapturedCall(tensors={"input_ids": ids_BS}, **known)
+    assert computes_router_loss(labelled, config) is computes_router_loss(unlabelled, config) is is_computed
+    # Without labels there is no loss that it could be added to.
+    assert (asks_for_router_loss(labelled, config), asks_for_router_loss(unlabelled, config)) == (is_computed, False)
 
 
 def record_job(
