@@ -8,6 +8,7 @@ import pytest
 from capture.file_format.optimizer_step import Sample
 from replay.tolerances.job_bounds import GRAD_NORM, GRADIENT, NoiseFloor, name_signature_floor
 from replay.verdict.causes.cause import CauseName, Sureness
+from replay.verdict.causes.gradient_rules import find_earlier_gradients
 from replay.verdict.causes.table import find_causes
 from replay.verdict.dropout_masks import PROVEN_MASKS
 from replay.verdict.findings import judge_number
@@ -304,6 +305,20 @@ def test_a_gradient_that_holds_the_last_steps_was_not_cleared_or_is_late(
     assert (cause.name, cause.sureness) == (name, sureness)
     assert words in cause.sentence
     assert "since the job's step 2" in cause.sentence
+
+
+def test_each_rank_keeps_its_own_gradient_of_the_step_before() -> None:
+    """Ranks that reduce nothing and clear nothing: each holds its own last gradient, and not the other's."""
+    ranks = [SOUND, draw_gradients(5)]
+    first = make_window(ranks, SOUND)
+    second = make_window([add_gradients((1, OTHER), (1, own)) for own in ranks], OTHER, index=1)
+    cause = find_earlier_gradients(make_gradient_evidence(first, second))
+    assert cause is not None
+    assert "it is 1 times the step's own and 1 times that of the step before" in cause.sentence
+    exchanged = make_window([add_gradients((1, OTHER), (1, own)) for own in ranks[::-1]], OTHER, index=1)
+    assert find_earlier_gradients(make_gradient_evidence(first, exchanged)) is None
+    # The first window of a replay has none before it.
+    assert find_earlier_gradients(make_gradient_evidence(second)) is None
 
 
 def test_a_gradient_of_a_round_norm_was_clipped_by_the_jobs_own_code() -> None:

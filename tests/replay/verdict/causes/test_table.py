@@ -45,6 +45,16 @@ def test_two_sure_causes_are_both_named() -> None:
     assert [cause.name for cause in find_causes(make_evidence("loss"), rules)] == [CauseName.MASK, CauseName.DTYPE]
 
 
+@pytest.mark.parametrize("sureness", [Sureness.IS, Sureness.PROBABLY])
+def test_a_cause_that_explains_no_more_is_not_named_twice(sureness: Sureness) -> None:
+    """A sure one of another name is, and one that explains more."""
+    rules = [make_rule(CauseName.MASK, Sureness.IS, "loss"), make_rule(CauseName.MASK, sureness, "loss", "tokens")]
+    assert len(find_causes(make_evidence("loss"), rules)) == 1
+    assert len(find_causes(make_evidence("loss", "tokens"), rules)) == 2
+    other = [rules[0], make_rule(CauseName.DTYPE, sureness, "loss")]
+    assert len(find_causes(make_evidence("loss"), other)) == (2 if sureness is Sureness.IS else 1)
+
+
 def test_a_sure_cause_that_one_before_it_entails_is_left_out() -> None:
     first = replace(make_cause(CauseName.MASK, "loss"), entails=(CauseName.OTHER_TOKENS,))
     rules = [

@@ -117,6 +117,33 @@ def test_a_rank_that_begins_with_other_weights_is_named(
         assert "element 3 of a is 0.5 on rank 0, 0.25 on rank 1, before step 1" in cause.sentence
 
 
+def test_weights_that_moved_between_two_passes_of_one_rank_are_no_difference_of_ranks() -> None:
+    """Both ranks stepped copies of the parameters between two forwards before one step."""
+    gradients = draw_gradients()
+    passes = []
+    for index, value in enumerate((0.5, 0.25)):
+        for compared in make_window([gradients] * 2, gradients, index=index):
+            sample = Sample(name="a", dtype="float32", shape=(4,), start=2, values=(value,))
+            recorded = replace(compared.recorded, samples=[sample], num_steps_before=0)
+            weights = WeightComparison(compared=("a",), differing=("a",))
+            passes.append(replace(compared, recorded=recorded, weight_comparison=weights))
+    by_rank = sorted(passes, key=lambda compared: compared.recorded.rank or 0)
+    evidence = replace(make_forward_evidence(LOSS), passes=by_rank[:2])
+    assert find_ranks_with_other_weights(evidence) is None
+    # Before another step, in another dtype, or of shards, values differ for other reasons.
+    first, other = passes[0], passes[3]
+    for changed in (
+        replace(other.recorded, num_steps_before=1),
+        replace(other.recorded, samples=[replace(other.recorded.samples[0], dtype="bfloat16")]),
+        replace(other.recorded, samples=[replace(other.recorded.samples[0], start=3)]),
+        replace(other.recorded, weight_comparison=WeightComparison(is_sharded=True)),
+    ):
+        assert (
+            find_ranks_with_other_weights(replace(evidence, passes=[first, replace(other, recorded=changed)])) is None
+        )
+    assert find_ranks_with_other_weights(replace(evidence, passes=[first, other])) is not None
+
+
 def find_cause_of_frozen(after: float, num_held: int, wrong: int = 1) -> Cause | None:
     """The cause where sixteen elements of each of two frozen parameters are this behind the first step.
 
