@@ -239,9 +239,7 @@ class _PolicyRuns:
             first = [record for record in records if record.error is None and record.index < len(self.shapes)]
             fed = ((self.shapes[record.index], record.input.fed_tokens) for record in first)
             self.rows = infer_row_layout(fed) if first else None
-        return _summarize_run(
-            policy, actor, records, child, len(self.shapes), str(folder) if folder is not None else ""
-        )
+        return summarize_run(policy, actor, records, child, len(self.shapes), str(folder) if folder is not None else "")
 
     def _choose_lengths(self) -> list[int]:
         """Return the lengths of buckets. Raises UsageError if a row is longer than all that were asked for."""
@@ -263,7 +261,7 @@ class _PolicyRuns:
         return list(self.campaign.plan.sizes)
 
 
-def _summarize_run(
+def summarize_run(
     policy: Policy, actor: ActorSpec, records: Sequence[PassRecord], child: ProcessResult, num_inputs: int, log: str
 ) -> PolicyResult:
     """Sum up what a run wrote, however far it came; of several ranks the slowest counts."""

@@ -26,7 +26,7 @@ from replay.commands.recompiles.policies import (
     find_policy_options,
     parse_buckets,
 )
-from replay.commands.recompiles.runs import _summarize_run
+from replay.commands.recompiles.runs import summarize_run
 from replay.options.spec import find_sample_folder
 from replay.processes.pool import ProcessResult, Task
 from replay.runlog.records import CompilationSection, PassRecord
@@ -259,7 +259,7 @@ def test_a_policy_costs_what_its_slowest_rank_takes_and_a_guard_fails_once_for_a
     ]
     (tmp_path / "output.txt").write_text("")
     child = ProcessResult(exit_code=1 if is_failed else 0, seconds=9.0, output=tmp_path / "output.txt", logs=tmp_path)
-    result = _summarize_run(Policy.DYNAMIC, spec_of(["--compile"]).actor, records, child, 2, "logs/x")
+    result = summarize_run(Policy.DYNAMIC, spec_of(["--compile"]).actor, records, child, 2, "logs/x")
     assert (result.num_graphs, result.compile_seconds, result.fed_tokens) == (3, 2.0, 180)
     assert result.recompilations == {"a N != N": 2, "b": 1}
     assert (result.options, result.log) == ("--compile", "logs/x")
@@ -275,7 +275,7 @@ def test_a_policy_costs_what_its_slowest_rank_takes_and_a_guard_fails_once_for_a
 def test_passes_that_are_missing_are_counted(tmp_path: Path) -> None:
     (tmp_path / "output.txt").write_text("")
     child = ProcessResult(exit_code=0, seconds=9.0, output=tmp_path / "output.txt", logs=tmp_path)
-    result = _summarize_run(Policy.OFF, ActorSpec(), make_rank_passes(0, 1.0), child, 2, "")
+    result = summarize_run(Policy.OFF, ActorSpec(), make_rank_passes(0, 1.0), child, 2, "")
     assert (result.num_passes, result.pass_seconds, result.error) == (1, None, "1 of 4 passes")
 
 
