@@ -39,13 +39,15 @@ def make_parameters() -> list[nn.Parameter]:
     return values
 
 
-@pytest.mark.parametrize("num_groups", [1, 2])
+@pytest.mark.parametrize("num_groups", [1, 2, 3])
 @pytest.mark.parametrize("case", CASES)
 def test_gradients_are_clipped_as_torch_does(case: str, num_groups: int) -> None:
     clippings, clip = CASES[case]
     values, expected = make_parameters(), make_parameters()
     clip(expected)
-    clip_gradients([values] if num_groups == 1 else [values[:1], values[1:]], clippings)
+    # The last of three has no gradient.
+    groups = {1: [values], 2: [values[:1], values[1:]], 3: [values[:1], values[1:3], values[3:]]}
+    clip_gradients(groups[num_groups], clippings)
     for value, other in zip(values, expected, strict=True):
         assert (value.grad is None) is (other.grad is None)
         if value.grad is not None and other.grad is not None:

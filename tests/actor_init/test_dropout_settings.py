@@ -20,6 +20,8 @@ SMALL = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_atten
         ("llama", {"attention_dropout": 0.1, "classifier_dropout": 0.2}, ["attention_dropout"]),
         ("opt", {"dropout": 0.0, "layerdrop": 0.1, "ffn_dim": 48, "word_embed_proj_dim": 32}, ["layerdrop"]),
         ("mixtral", {"router_jitter_noise": 0.1}, ["router_jitter_noise"]),
+        # Its layers read this one from the config in each forward.
+        ("falcon", {"hidden_dropout": 0.1}, ["hidden_dropout"]),
         ("qwen2", {}, []),
     ],
 )

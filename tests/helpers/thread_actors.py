@@ -64,6 +64,9 @@ class ShardedCase:
         longest = max(self.lengths)
         ids_BS = torch.randint(3, config.vocab_size, (len(self.lengths), longest), generator=random)
         ids_BS[:, -2] = config.pad_token_id or 3
+        # The tokens beside the border of two ranks' shares of the vocabulary, and the last one.
+        border = -(-config.vocab_size // 2)
+        ids_BS[self.lengths.index(longest), -6:-3] = torch.tensor([border - 1, border, config.vocab_size - 1])
         real_BS = torch.arange(longest) >= longest - torch.tensor(self.lengths)[:, None]
         return MicroBatch(sequences_BS=ids_BS, attention_mask_BS=real_BS, trains=True, origin=Origin(source="made"))
 
@@ -76,17 +79,17 @@ class ShardedCase:
         return ModelSource(name="tiny", config=config, weights=make_random_weights(config, 0))
 
     def make_spec(self) -> ActorSpec:
-        return ActorSpec(
-            backend=self.backend,
-            dtype=Dtype.FP32,
-            packing=self.packing,
-            parallel=self.parallel,
-            optimizer="sgd",
-            learning_rate=RATE,
-            max_norm=LIMIT_OF_NORM,
-            grad_accumulation=self.num_passes,
-            **self.options,
-        ).with_defaults()
+        options: dict[str, Any] = {
+            "backend": self.backend,
+            "dtype": Dtype.FP32,
+            "packing": self.packing,
+            "parallel": self.parallel,
+            "optimizer": "sgd",
+            "learning_rate": RATE,
+            "max_norm": LIMIT_OF_NORM,
+            "grad_accumulation": self.num_passes,
+        }
+        return ActorSpec(**options | self.options).with_defaults()
 
     def open_actor(self, source: ModelSource, world: World) -> Any:
         module, name = BACKENDS[self.backend].engine.split(":")
