@@ -1,8 +1,10 @@
 """What the probe decides for families that differ in it, and what is then run, against each document alone."""
 
+import math
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +17,7 @@ from actor_init.inputs.packing import prepare_inputs
 from actor_init.model import count_parameters
 from actor_init.model_form import DocumentBorders, Layout
 from actor_init.model_positions import add_model_positions
-from actor_init.probe import packing_probe
+from actor_init.probe import layout_choice, packing_probe
 from actor_init.probe.layout_choice import (
     ONE_DOCUMENT_PER_ROW,
     choose_layout,
@@ -23,6 +25,7 @@ from actor_init.probe.layout_choice import (
     explain_not_packed,
     find_complaint_of_ranks,
 )
+from actor_init.probe.packing_probe import NotProvedError, Probe, make_one_document
 from actor_init.probe.small_config import make_small_configs
 from actor_init.spec import ActorSpec, Attention, Dtype, UsageError
 from actor_init.world import World
@@ -133,6 +136,27 @@ def test_a_model_of_which_nothing_can_be_proved_is_padded(world: World, monkeypa
     assert (
         "could not be proved that llama keeps packed documents apart: ValueError: no such width" in layout.why_unusual
     )
+
+
+def test_nothing_is_proved_by_a_copy_of_which_one_document_has_numbers_and_others_have_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    batch = make_one_document()
+    ids = batch.sequences_BS[batch.attention_mask_BS].unique()
+    build = packing_probe.build_small_model
+
+    def build_with_gaps(*arguments: Any) -> Any:
+        model: Any = build(*arguments)
+        weight = model.get_input_embeddings().weight.detach()
+        numbers = weight[ids].clone()
+        weight.fill_(math.nan)
+        weight[ids] = numbers
+        return model
+
+    monkeypatch.setattr(packing_probe, "build_small_model", build_with_gaps)
+    for ring in (False, True):
+        with pytest.raises(NotProvedError, match="its log-probs are not finite"):
+            Probe.build(tiny_config("llama"), CPU, 1, ring=ring)
 
 
 def test_the_run_s_random_states_and_the_config_stay_as_they_are(world: World) -> None:
