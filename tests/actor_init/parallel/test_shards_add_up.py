@@ -9,12 +9,13 @@ from functools import partial
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from actor_init.inputs.documents import KeptLogits
 from actor_init.model import ModelSource
 from actor_init.model_form import HeadForm, LogitStep
+from actor_init.parallel.split_linear import SharedInput
 from actor_init.spec import ParallelSpec
 from actor_init.world import World
 from tests.helpers.contract import NORM_BOUND
@@ -124,6 +125,9 @@ CASES = {
         model=QWEN3, num_ranks=2, parallel=ParallelSpec(tp=2, sequence_parallel=True), lengths=(7, 13)
     ),
     "tp, experts": ShardedCase(model="qwen3_moe", num_ranks=2, parallel=ParallelSpec(tp=2)),
+    "tp, experts that two ranks cannot share": ShardedCase(
+        model="qwen3_moe", num_ranks=2, parallel=ParallelSpec(tp=2), config={"num_experts": 3}
+    ),
     "tp, experts by rows": ShardedCase(model="llama4_text", num_ranks=2, parallel=ParallelSpec(tp=2), lengths=(6, 4)),
     # Two ranks cannot share the width of its MLP, which stays whole.
     "tp, gathered outputs": ShardedCase(
@@ -200,3 +204,17 @@ def test_a_window_that_lost_passes_averages_over_the_ranks_as_before(backend: st
         for name, gradient in gradients.items():
             # A loss is divided by the passes of the window, those that were lost too.
             torch.testing.assert_close(3 * gradient, expected[name], rtol=1e-5, atol=1e-6)
+
+
+def test_layers_share_the_sum_of_an_input_in_one_forward_alone(world: World) -> None:
+    """Queries may come of another tensor than keys do, and the next forward's input is another one in any case."""
+    group = world.mesh.get_group("tp")
+    module = nn.Identity()
+    shared = SharedInput(module)
+    first, second = torch.ones(2), torch.zeros(2)
+    summed = shared.sum_gradient(first, group)
+    assert shared.sum_gradient(first, group) is summed
+    assert torch.equal(shared.sum_gradient(second, group), second)
+    summed = shared.sum_gradient(first, group)
+    module(first)
+    assert shared.sum_gradient(first, group) is not summed
