@@ -99,8 +99,9 @@ def test_a_model_is_saved_whole_in_its_dtype_and_a_tied_weight_once(dtype: Dtype
 def test_what_a_rank_could_not_write_leaves_no_folder(tmp_path: Path) -> None:
     def fail(world: World) -> None:
         with create_whole_folder(tmp_path / "state", world) as folder:
-            (folder / f"part-{world.rank}").write_text("written")
+            # The other one has written all of its part, and waits.
             if world.rank == 1:
+                (folder / "half").write_text("written")
                 raise OSError(28, "No space left on device")
 
     with pytest.raises(OSError, match="No space left"):
