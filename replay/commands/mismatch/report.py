@@ -257,7 +257,7 @@ def _replay_forwards(
         backend.close()
         del backend
         free_closed_backends()
-    all_tokens = _gather_data_ranks(rank_tokens, world)
+    all_tokens = gather_data_ranks(rank_tokens, world)
     if not any(len(tokens.id_N) for tokens in all_tokens):
         raise UsageError("no row of these inputs has an action token. Try: other inputs")
     cell = MismatchCell(
@@ -267,7 +267,7 @@ def _replay_forwards(
         mismatch=measure_mismatch(
             torch.cat([tokens.rollout_N for tokens in all_tokens]),
             torch.cat([tokens.replay_N for tokens in all_tokens]),
-            _number_sequences(all_tokens),
+            number_sequences(all_tokens),
         ),
     )
     return cell, all_tokens
@@ -308,7 +308,7 @@ def _run_forward(
         raise UsageError(str(error)) from error
 
 
-def _gather_data_ranks(rank_tokens: list[ActionTokens], world: World) -> list[ActionTokens]:
+def gather_data_ranks(rank_tokens: list[ActionTokens], world: World) -> list[ActionTokens]:
     """Return the micro-batches of each data rank, in their order; ranks that share one have the same."""
     by_data_rank: dict[int, list[ActionTokens]] = {}
     for data_rank, tokens in world.gather((world.data_rank, rank_tokens)):
@@ -316,7 +316,7 @@ def _gather_data_ranks(rank_tokens: list[ActionTokens], world: World) -> list[Ac
     return [tokens for data_rank in sorted(by_data_rank) for tokens in by_data_rank[data_rank]]
 
 
-def _number_sequences(batches: Sequence[ActionTokens]) -> torch.Tensor:
+def number_sequences(batches: Sequence[ActionTokens]) -> torch.Tensor:
     """Number the sequences of all micro-batches together."""
     numbers, first = [], 0
     for tokens in batches:

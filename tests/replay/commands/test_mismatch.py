@@ -17,7 +17,7 @@ from actor_init.world import World
 from capture import capture_files
 from capture.file_format.capture_file import read_call
 from replay.command_line.cli import main as replay_main
-from replay.commands.mismatch.report import _gather_data_ranks, _number_sequences, mismatch_in_world
+from replay.commands.mismatch.report import gather_data_ranks, mismatch_in_world, number_sequences
 from replay.commands.mismatch.statistics import (
     ActionTokens,
     compute_effective_share,
@@ -108,12 +108,12 @@ def test_peers_of_a_data_rank_have_the_same_tokens_and_count_once() -> None:
     ]
     # Ranks 0 and 1 are peers of data rank 1.
     world: Any = SimpleNamespace(data_rank=0, gather=lambda own: list(zip([1, 1, 0], rank_tokens, strict=True)))
-    assert [tokens.source for tokens in _gather_data_ranks(rank_tokens[2], world)] == ["a", "c", "b"]
+    assert [tokens.source for tokens in gather_data_ranks(rank_tokens[2], world)] == ["a", "c", "b"]
 
 
 def test_sequences_of_all_micro_batches_have_numbers_of_their_own() -> None:
     batches = [make_tokens("a", [1.0] * 3, [0, 0, 2]), make_tokens("b", []), make_tokens("c", [1.0] * 2, [0, 1])]
-    assert _number_sequences(batches).tolist() == [0, 0, 2, 3, 4]
+    assert number_sequences(batches).tolist() == [0, 0, 2, 3, 4]
 
 
 def test_worst_tokens_are_the_farthest_in_either_direction_and_of_equal_ones_the_first() -> None:
