@@ -50,7 +50,7 @@ class SharedFolder:
 
 
 class Spool:
-    """One recording's passes in shared memory; a full one deletes its oldest pass.
+    """One recording's passes in shared memory; a full one deletes its oldest pass. A pass larger than it is left out.
 
     It is for one thread. Every method raises OSError.
     """
@@ -68,15 +68,17 @@ class Spool:
         parts = encoded.pickle_parts()
         self.remove(encoded)
         num_bytes = sum(len(part) for part in parts)
-        while self._sizes and self._num_bytes + num_bytes > self._max_bytes:
+        # To delete the others would make no room for it.
+        if num_bytes > self._max_bytes:
+            return
+        while self._num_bytes + num_bytes > self._max_bytes:
             self._remove(next(iter(self._sizes)))
-        if num_bytes <= self._max_bytes:
-            target = os.path.join(self._directory, encoded.name)
-            descriptor = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-            with open(descriptor, "wb") as file:
-                file.writelines(parts)
-            self._sizes[encoded.name] = num_bytes
-            self._num_bytes += num_bytes
+        target = os.path.join(self._directory, encoded.name)
+        descriptor = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        with open(descriptor, "wb") as file:
+            file.writelines(parts)
+        self._sizes[encoded.name] = num_bytes
+        self._num_bytes += num_bytes
 
     def remove(self, encoded: EncodedCall) -> None:
         if encoded.name in self._sizes:

@@ -352,6 +352,10 @@ def test_a_full_spool_deletes_its_oldest_pass_and_a_pass_that_is_put_again_count
     spool.put(grown)
     assert list_steps() == [3, 4]
     assert (shared.directory / grown.name).read_bytes() == b"".join(grown.pickle_parts())
+    # One that is larger than all of it takes nobody's place, and is not there as it was before.
+    for step in (5, 4):
+        spool.put(encode(step, num_noted=4 * size))
+    assert list_steps() == [3]
     spool.close()
     assert list_steps() == []
 
