@@ -147,6 +147,24 @@ def test_what_failed_beside_others_runs_again(
     assert bool(again.ran) is runs_again
 
 
+def test_of_a_run_that_ran_again_the_last_result_counts(tmp_path: Path) -> None:
+    campaign = begin_campaign(tmp_path, num_jobs=2)
+    settle_all(campaign, FakeMachine(codes={0: -9, 1: -9}, is_alone=False))
+    settle_all(Campaign.read("scan", campaign.folder, ToyPlan), FakeMachine(codes={0: 0, 1: 1}))
+    assert len((campaign.folder / JOURNAL).read_text().splitlines()) == 4
+    read, again = Campaign.read("scan", campaign.folder, ToyPlan), FakeMachine()
+    results = settle_all(read, again)
+    assert {place: told[:3] for place, told in results.items()} == {
+        place: (code, 1.5, campaign.folder / f"runs/{place}/1") for place, code in enumerate((0, 1))
+    }
+    assert (again.ran, read.num_ended) == ([], 2)
+    forgotten = read.plan.planned_runs[1]
+    read.forget(forgotten)
+    assert read.find_ended(forgotten) is None
+    assert settle_all(read, again)[1][0] == 0
+    assert again.ran == ["1"]
+
+
 def test_what_is_typed_to_go_on_names_a_folder_with_a_space(tmp_path: Path) -> None:
     campaign = begin_campaign(tmp_path / "my logs")
     assert shlex.split(campaign.continue_command) == ["replay", "scan", "--continue", str(campaign.folder)]
