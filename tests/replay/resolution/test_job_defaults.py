@@ -1,6 +1,7 @@
 """Options that were not given follow the job: its attention kernel, and whether it used Liger."""
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -11,13 +12,13 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from actor_init.attention import kernel_choice
-from actor_init.spec import ActorSpec, Attention, Kernels, ParallelSpec, Routing, UsageError
+from actor_init.spec import ActorSpec, Attention, Dtype, Kernels, ParallelSpec, Routing, UsageError
 from capture import recording
 from capture.file_format.capture_file import CapturedCall, read_call
 from capture.file_format.listing import capture_files
 from capture.record.job_facts import find_kernels
-from replay.options.resolved import KERNELS, ROUTING, ChosenBy
-from replay.options.spec import ReplaySpec
+from replay.options.resolved import KERNELS, PACKING, ROUTING, ChosenBy, ResolvedChoice
+from replay.options.spec import MeasureSpec, ReplaySpec, VerdictRule
 from replay.resolution.job_defaults import ChosenAttention, apply_choices, choose_from_job, choose_job_kernel
 from replay.resolution.selection import Selection
 
@@ -162,6 +163,79 @@ def test_a_capture_says_whether_the_job_used_liger(tmp_path: Path, monkeypatch: 
     assert find_kernels(exchanged) == "liger"
     monkeypatch.setattr(sys.modules[LlamaForCausalLM.__module__], "apply_rotary_pos_emb", _ligers_rotary)
     assert find_kernels(plain) == "liger"
+
+
+def choose(
+    setting: str, first: CapturedCall | None, spec: ReplaySpec, selection: Selection = SELECTION
+) -> ResolvedChoice:
+    [choice] = [made for made in choose_from_job(spec, first, selection, "cpu") if made.setting == setting]
+    return choice
+
+
+@pytest.mark.parametrize(
+    ("weights", "logits", "environment", "dtype", "by"),
+    [
+        ([], None, {}, Dtype.BF16, ChosenBy.DEFAULT),
+        (["float32"], None, {}, Dtype.FP32, ChosenBy.JOB),
+        (["bfloat16"], None, {}, Dtype.BF16, ChosenBy.JOB),
+        # Of several the coarsest: what was computed in it is no finer anywhere.
+        (["float32", "bfloat16"], None, {}, Dtype.BF16, ChosenBy.JOB),
+        (["float32"], None, {"autocast": "bf16"}, Dtype.BF16, ChosenBy.JOB),
+        (["float32"], "bfloat16", {}, Dtype.BF16, ChosenBy.JOB),
+        (["float32"], None, {"ACCELERATE_MIXED_PRECISION": "fp16"}, Dtype.FP16, ChosenBy.JOB),
+        (["float16"], "bfloat16", {}, Dtype.BF16, ChosenBy.JOB),
+        # The replay has no dtype between fp32 and 16 bits.
+        (["float32"], None, {"torch.float32_matmul_precision": "high"}, Dtype.FP32, ChosenBy.JOB),
+    ],
+)
+def test_the_dtype_is_the_coarsest_of_the_jobs_unless_it_was_typed(
+    weights: list[str], logits: str | None, environment: dict[str, Any], dtype: Dtype, by: ChosenBy
+) -> None:
+    first: Any = job(**environment)
+    first.weights = SimpleNamespace(samples=[SimpleNamespace(dtype=name) for name in weights])
+    first.outputs = {} if logits is None else {"logits_dtype": logits}
+    chosen = choose("actor.dtype", first, ReplaySpec(actor=ActorSpec(backend="ddp")))
+    assert (chosen.value, chosen.by) == (dtype, by)
+    for typed in (Dtype.FP32, Dtype.BF16):
+        chosen = choose("actor.dtype", first, ReplaySpec(actor=ActorSpec(backend="ddp", dtype=typed)))
+        assert (chosen.value, chosen.by) == (typed, ChosenBy.TYPED)
+
+
+@pytest.mark.parametrize(
+    ("actor", "verdict", "keeps_padding", "packs", "by"),
+    [
+        ({}, "auto", False, True, ChosenBy.MODEL),
+        ({}, "strict", False, False, ChosenBy.JOB),  # the job's rows were padded
+        ({}, "auto", True, False, ChosenBy.JOB),
+        ({"parallel": ParallelSpec(ring=2), "backend": "fsdp2"}, "strict", True, True, ChosenBy.OPTION),
+        ({"packing": True}, "strict", True, True, ChosenBy.TYPED),
+        ({"packing": False}, "auto", False, False, ChosenBy.TYPED),
+    ],
+)
+def test_rows_are_packed_as_typed_else_as_options_and_the_job_allow(
+    actor: dict[str, Any], verdict: str, keeps_padding: bool, packs: bool, by: ChosenBy
+) -> None:
+    measure = MeasureSpec() if verdict == "auto" else MeasureSpec(verdict=VerdictRule.STRICT)
+    spec = ReplaySpec(actor=ActorSpec(**actor), measure=measure)
+    chosen = choose(PACKING, job(), spec, replace(SELECTION, must_keep_padding=keeps_padding))
+    assert (chosen.value, chosen.by) == (packs, by)
+
+
+@pytest.mark.parametrize(
+    ("typed", "has_job_windows", "by"),
+    [
+        (4, True, ChosenBy.TYPED),
+        (4, False, ChosenBy.TYPED),
+        (None, True, ChosenBy.JOB),
+        (None, False, ChosenBy.DEFAULT),
+    ],
+)
+def test_the_accumulation_is_what_was_typed_or_makes_the_jobs_windows(
+    typed: int | None, has_job_windows: bool, by: ChosenBy
+) -> None:
+    selection = replace(SELECTION, grad_accumulation=typed or 2, has_job_windows=has_job_windows)
+    chosen = choose("actor.grad_accumulation", job(), ReplaySpec(actor=ActorSpec(grad_accumulation=typed)), selection)
+    assert (chosen.value, chosen.by) == (typed or 2, by)
 
 
 def choose_routing(first: CapturedCall | None, **given: Any) -> tuple[object, ChosenBy]:

@@ -1,12 +1,15 @@
 """Which captures a data rank replays, in which order, and what is said of the others."""
 
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from actor_init.spec import UsageError
+from capture.file_format.capture_file import read_call
+from capture.file_format.optimizer_step import OptimizerStep
 from replay.options.option_parsing import format_error_with_flags
 from replay.options.spec import InputOrder, InputsSpec, Passes
 from replay.resolution.selection import Selection, select
@@ -190,6 +193,38 @@ def test_neither_one_file_nor_a_folder_with_a_damaged_one_is_the_whole_job(tmp_p
     assert not select(InputsSpec(input_file=paths[0]), 0, 1).is_whole
     damage(paths[2])
     assert not select(InputsSpec(inputs=tmp_path), 0, 1).is_whole
+
+
+def write_steps(folder: Path, sizes: list[int], num_ranks: int) -> list[list[list[Path]]]:
+    """Write the passes of a job's steps, as many of each rank as `sizes` say; returns them by step and rank."""
+    steps: list[list[list[Path]]] = []
+    first = 0
+    for number, size in enumerate(sizes):
+        forwards = range(first, first + size)
+        steps.append([])
+        for rank in range(num_ranks):
+            steps[-1].append([])
+            for forward in forwards:
+                unmarked = write_pass(folder, rank=rank, step=forward)
+                step = OptimizerStep(number=number, passes=tuple(forwards), shares=(1.0,) * size)
+                call = replace(
+                    read_call(unmarked), optimizer_step=number, step=step if forward == forwards[-1] else None
+                )
+                unmarked.unlink()
+                steps[-1][-1].append(call.write(folder))
+        first += size
+    return steps
+
+
+@pytest.mark.parametrize("typed", [2, None])
+def test_typed_windows_are_those_of_all_data_ranks_and_others_come_last(typed: int | None, tmp_path: Path) -> None:
+    first, second, third = write_steps(tmp_path, [1, 2, 2], num_ranks=2)
+    for rank in range(2):
+        chosen = select(InputsSpec(inputs=tmp_path), rank, 2, grad_accumulation=typed)
+        windows = [*second[rank], *third[rank]]
+        assert chosen.inputs == ([*windows, *first[rank]] if typed else [*first[rank], *windows])
+        assert (chosen.grad_accumulation, chosen.has_job_windows) == (2, typed is None)
+        assert "each data rank what one rank captured" in chosen.dealing
 
 
 @pytest.mark.parametrize(("number", "recording"), [(None, "b"), (1, "a"), (2, "b")])
