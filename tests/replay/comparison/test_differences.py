@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from actor_init.spec import UsageError
 from replay.comparison.comparable import compare_settings
 from replay.comparison.differences import ComparedPoint, Differences, Quantity, compare
 from replay.comparison.plot import _compute_curve
@@ -183,3 +184,14 @@ def test_a_curve_has_the_farthest_point_of_each_pass_and_a_gap_where_that_is_inf
     assert (numbers, num_infinite) == ([1, 3, 4], 1)
     assert (values[0], values[2]) == (0.5, 1.0)
     assert math.isnan(values[1])
+
+
+@pytest.mark.parametrize(("num_changed", "more"), [(1, ""), (2, ", and 1 more do"), (3, ", and 2 more do")])
+def test_inputs_that_hold_other_tensors_are_counted_behind_the_first(
+    num_changed: int, more: str, tmp_path: Path
+) -> None:
+    other = [
+        passed(index, name, input_digest="another" if index < num_changed else name) for index, name in enumerate("xyz")
+    ]
+    with pytest.raises(UsageError, match=rf"x\.pkl holds other tensors{more}\. Try: "):
+        compare_logs(tmp_path, [passed(index, name) for index, name in enumerate("xyz")], other)
