@@ -201,3 +201,42 @@ def test_rows_without_a_label_are_told_from_passes_without_one() -> None:
     assert say_of([make_traits(rows=[row] * 2), whole]) == []
     of_ring = replace(none, first_positions={0: 1, 32: 1})
     assert say_of([of_ring, whole]) == []
+
+
+def make_row(number: int, num_tokens: int, **values: Any) -> RowTraits:
+    known: dict[str, Any] = {"num_labelled": 0, "leading": (1, 1), "trailing": (number, 1), "has_end": True}
+    return RowTraits(digest=number, first_tokens=(1, number), num_tokens=num_tokens, **(known | values))
+
+
+@pytest.mark.parametrize(
+    ("num_cut", "num_ended", "num_open", "has_prompt", "says"),
+    [
+        # Four rows of the greatest length lack the end that shorter ones have, and nine of ten of these have it.
+        (4, 4, 0, False, True),
+        (4, 9, 1, False, True),
+        (4, 8, 1, False, False),
+        (3, 9, 0, False, False),
+        (4, 3, 0, False, False),
+        # A tenth of all is many.
+        (4, 36, 0, False, True),
+        (4, 37, 0, False, False),
+        # Rows of one length without an end are chunks of a text, unless each has a prompt.
+        (6, 0, 0, False, False),
+        (6, 0, 0, True, True),
+    ],
+)
+def test_rows_that_were_cut_off_are_told_from_chunks_over_all_passes(
+    num_cut: int, num_ended: int, num_open: int, has_prompt: bool, says: bool
+) -> None:
+    rows = [make_row(number, 64, has_end=False, has_prompt=has_prompt) for number in range(num_cut)]
+    rows += [make_row(100 + number, 20 + number % 9) for number in range(num_ended)]
+    rows += [make_row(900 + number, 30, has_end=False) for number in range(num_open)]
+    passes = [make_traits(rows=rows[place::2], num_labels=9) for place in (0, 1)]
+    said = (
+        f"rows: {num_cut} of {len(rows)} rows end after 64 tokens without token 2, which ends a text: were they cut off"
+    )
+    texts = say_of(passes, eos_token_ids=frozenset({2}))
+    assert [text.startswith(said) for text in texts] == [True] * says
+    # Rows that a policy generated end where their generation did, and passes without labels train none of them.
+    for idle in ({"has_actions": True}, {"num_labels": 0}):
+        assert say_of([replace(each, **idle) for each in passes], eos_token_ids=frozenset({2})) == []
