@@ -341,3 +341,16 @@ def test_a_file_that_cannot_be_used_is_one_line(tmp_path: Path, text: str | None
     with pytest.raises(UsageError) as refusal:
         Objective.open(build_replay_spec({"loss": f"{tmp_path}/own.py:{name}"}))
     assert re.search(said, format_error_with_flags(refusal.value))
+
+
+def test_log_probs_weigh_what_the_loss_moves_by() -> None:
+    """Weights of any sign: their sum, the sum of their sizes, and the least and the most of them."""
+    weights_BA = torch.tensor([[0.5, -0.25, 0.0], [0.75, 0.0, 0.0], [0.0, 0.0, 0.0]])
+    # Of a target that is all but certain little is known.
+    log_probs_BA = torch.tensor([[-1.0, -2.0, -3.0], [-0.01, -1.0, -1.0], [-1.0, -1.0, -1.0]], requires_grad=True)
+    weights = measure_log_prob_weights(-(weights_BA * log_probs_BA).sum(), log_probs_BA)
+    assert (weights.total, weights.size, weights.least, weights.most) == (1.0, 1.5, -0.25, 0.75)
+    assert [(row.total, row.num_targets, row.least, row.most) for row in weights.rows] == [
+        (0.25, 2, -0.25, 0.5),
+        (0.75, 1, 0.0, 0.0),
+    ]
