@@ -368,6 +368,19 @@ def test_the_ranks_are_those_of_the_last_job_alone(
         assert find_blocking_ranks(seen, find_world_size(seen)).ranks == blamed
 
 
+def test_a_number_that_is_not_finite_ends_no_rank(tmp_path: Path) -> None:
+    """A rank that wrote one goes on: what it wrote before and behind it tells where it ended."""
+    not_finite = left("not finite", 5, "after forward", message="loss is nan")
+    stamp = "2026_03_01_08_59_00_000000"
+    for rank, incidents in enumerate(([not_finite], [left("signal", 4, "in forward", OWN), not_finite], [FAILED])):
+        write_incidents(tmp_path, incidents, num_others=0, rank=rank, stamp=stamp)
+    seen = read_last_sightings(tmp_path)
+    assert [(sighting.rank, sighting.end, sighting.forward) for sighting in seen] == [
+        (1, End.SIGNALLED, 4),
+        (2, End.FAILED, 1),
+    ]
+
+
 def test_ranks_that_all_ended_well_are_no_hang(tmp_path: Path) -> None:
     end = TABLE["a loop that is over"][0][1]
     write(tmp_path, [end, end])

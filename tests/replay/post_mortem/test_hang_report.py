@@ -6,8 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from capture.file_format.capture_file import write_call
 from capture.file_format.end_record import EndRecord, write_end_record
+from capture.file_format.micro_batch import Origin
 from replay.post_mortem.hang import ComparedSchedule, HangReport
 from replay.post_mortem.schedule import Schedule, read_schedules
 from replay.post_mortem.schedule_differences import ScheduleDifference
@@ -87,3 +90,14 @@ def test_an_end_belongs_to_its_recording(num_passes: Sequence[int], expected: li
             )
             write_end_record(tmp_path, end, stamp=f"2026030{day}")
     assert [schedule.num_passes for schedule in read_schedules(tmp_path)] == expected
+
+
+def test_the_world_is_the_largest_that_any_capture_knows(tmp_path: Path) -> None:
+    """A pass of a converted dump knows none, and comes last."""
+    for step in (0, 1):
+        write_pass(tmp_path, step=step)
+    origin = Origin(source="", rank=1, step=0, time="2026-03-01T09:13:00.000000")
+    write_call(tmp_path, {"input_ids": torch.ones(1, 4, dtype=torch.int64)}, {}, trains=True, origin=origin)
+    [schedule] = read_schedules(tmp_path)
+    assert [rank.rank for rank in schedule.ranks] == [0, 1]
+    assert schedule.world_size == 2
