@@ -153,6 +153,14 @@ def test_inputs_are_off_by_the_share_of_tokens_that_differ(tmp_path: Path) -> No
     }
     assert (shares["attention_mask"].row, shares["attention_mask"].token) == (1, 2)
     assert (shares["position_ids"].row, shares["position_ids"].token) == (0, 1)
+    # The same of one that the other run feeds alone.
+    (tmp_path / "more").mkdir()
+    runs = [
+        MadeRun(tmp_path / "more" / "x").add({}, fed=TOKENS[:3], positions=POSITIONS[:3]),
+        MadeRun(tmp_path / "more" / "y").add({}),
+    ]
+    first = measure(*runs)[0]
+    assert (first.key.name, first.relative, first.row, first.token) == ("attention_mask", 0.25, 1, 2)
 
 
 def test_a_gradient_that_never_came_back_is_infinitely_far(tmp_path: Path) -> None:
