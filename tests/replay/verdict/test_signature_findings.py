@@ -177,3 +177,16 @@ def test_a_bound_of_half_its_size_judges_no_loss_and_no_gradient(name: str) -> N
     assert (hidden.status, hidden.is_evidence) == (FindingStatus.NOT_JUDGED, False)
     assert judge_number(name, 1.0, 1.6, difference=0.6, bound=0.51).status is FindingStatus.DIFFERS
     assert judge_number(name, 1.0, 1.4, difference=0.4, bound=0.49).agrees
+
+
+def test_what_each_rank_has_whole_is_judged_by_rank_and_not_once_more() -> None:
+    """Two ranks have the norm whole, and of the projections each has a part, which is judged with the other's."""
+    whole = {rank: {NORM: make_compared(NORM)} for rank in (0, 1)}
+    parameters = {name: make_compared(name) for name in (NORM, *Q_PROJS)}
+    norms, elements = judge_signatures(GradientEvidence(parameters=parameters, ranks=whole), SETTINGS, BF16, 0, None)
+    assert (norms.num_values, elements.num_values) == (6, 6 * 64)
+    # A rank's own that differs is named with the rank, though the first one's agrees.
+    whole[1][NORM] = make_compared(NORM, difference=1.5, job_norm=5.0)
+    found = judge_signatures(GradientEvidence(parameters=parameters, ranks=whole), SETTINGS, BF16, 0, None)
+    assert [finding.where for finding in found] == [f"{NORM}, rank 1"] * 2
+    assert {finding.status for finding in found} == {FindingStatus.DIFFERS}
