@@ -147,7 +147,6 @@ CASES = {
     ),
     "ring, zigzag": ShardedCase(model=QWEN3, num_ranks=3, parallel=ParallelSpec(ring=3), lengths=(17,)),
     "ring beside tp": ShardedCase(model=TIED, num_ranks=4, parallel=ParallelSpec(tp=2, ring=2)),
-    "data ranks alone": ShardedCase(model=TIED, num_ranks=3, num_passes=2),
     "ddp": ShardedCase(model=TIED, num_ranks=3, backend="ddp", num_passes=2, packing=False),
 }
 
