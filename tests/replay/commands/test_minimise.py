@@ -74,6 +74,19 @@ def test_a_parity_cell_fails_where_it_is_beyond_the_noise(tmp_path: Path) -> Non
     found = cell_of().compare_runs(run("reference", 2.0, 2.0, 2.0), run("other", 2.0, 2.1, 2.0))
     assert found is not None
     assert (found.kind, found.quantities, found.index, found.source) == ("parity", ("loss",), 1, "b.pkl")
+    # Of several quantities the one that is farthest beyond its own bound is said, wherever it is.
+    reference = child_of(tmp_path / "exact", 0, [passed(n, "ab"[n]) for n in range(2)])
+    log_probs: dict[str, Any] = {"row_log_probs": [-10.0, -20.2]}
+    other = child_of(tmp_path / "off", 0, [passed(0, "a", **log_probs), passed(1, "b", loss=2.1)])
+    for bounds, quantity, index in (
+        ({"loss": 1e-6, "log-probs": 1e-3}, "loss", 1),
+        ({"loss": 1e-2, "log-probs": 1e-6}, "log-probs", 0),
+    ):
+        found = cell_of(bounds=bounds).compare_runs(reference, other)
+        assert found is not None
+        assert found.quantities == ("loss", "log-probs")
+        assert found.said.startswith(f"{quantity} of ")
+        assert found.index == index
     assert cell_of().compare_runs(run("same", 2.0, 2.0), run("as that", 2.0, 2.0 + 1e-9)) is None
 
 
