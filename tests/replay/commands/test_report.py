@@ -15,6 +15,7 @@ import replay
 from actor_init.as_json import to_json
 from actor_init.spec import UsageError
 from replay.command_line.cli import main
+from replay.commands.report.page import describe_changes
 from replay.options.option_parsing import spec_from_dict
 from replay.profiling.profile_records import (
     Holder,
@@ -27,7 +28,10 @@ from replay.profiling.profile_records import (
     Saving,
 )
 from replay.runner.out_of_memory import OutOfMemory, PredictedNeed
+from replay.runner.result import Run
 from tests.helpers.commands import LIMIT, ROOT
+from tests.helpers.made_logs import passed, write_log
+from tests.helpers.made_records import cost
 from tests.helpers.repeated import repeated_by
 from tests.warm import warm_bin
 
@@ -291,3 +295,27 @@ def test_a_browser_draws_every_picture_and_sorts_the_table(logs: dict[str, Path]
     assert [int(cell.replace(",", "")) for cell in result["rising"]] == sorted(numbers)
     assert [int(cell.replace(",", "")) for cell in result["falling"]] == sorted(numbers, reverse=True)
     assert result["fits"]
+
+
+def test_passes_of_two_runs_stand_side_by_side_where_both_have_them(tmp_path: Path) -> None:
+    boom: dict[str, Any] = {"phases": {}, "error": "boom", "error_type": "ValueError", "loss": None}
+    slower: dict[str, Any] = {"phases": {"forward": cost(0.5, 3.0), "backward": cost(0.25)}, "loss": 2.5}
+    first = [*(passed(0, "a", rank=rank) for rank in range(2)), passed(1, "b"), passed(2, "c"), passed(3, "d", **boom)]
+    other = [passed(0, "d"), passed(1, "c", **boom), passed(2, "a", rank=1, **slower)]
+    runs = [Run.read(write_log(tmp_path / str(number), records)) for number, records in enumerate((first, other))]
+    [change] = describe_changes(runs)
+    assert change.heading == "B beside A"
+    # One failed here or there, and one was not replayed; of a the second rank has a partner.
+    assert {title: values[0] for title, values in change.tables["Passes"].items()} == {
+        "input": "a.pkl",
+        "rank": "1",
+        "A ms": "750.0",
+        "B ms": "750.0",
+        "time ratio": "1.000",
+        "A GiB": "2.000",
+        "B GiB": "3.000",
+        "peak ratio": "1.500",
+        "A loss": "2",
+        "B loss": "2.5",
+    }
+    assert len(change.tables["Passes"]["input"]) == 1
