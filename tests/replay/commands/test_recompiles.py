@@ -5,7 +5,7 @@ from functools import partial
 from itertools import combinations
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -30,7 +30,7 @@ from replay.commands.recompiles.runs import summarize_run
 from replay.options.spec import find_sample_folder
 from replay.processes.pool import ProcessResult, Task
 from replay.runlog.records import CompilationSection, PassRecord
-from replay.runner.observers import describe_compilations
+from replay.runner.observers import CompilationCounter, describe_compilations
 from tests.helpers.children import end_each_task, replay_here
 from tests.helpers.made_captures import copy_captures
 from tests.helpers.made_records import record
@@ -382,3 +382,18 @@ def test_a_guard_is_named_without_the_code_that_made_it() -> None:
     assert describe_compilations(metrics) == CompilationSection(
         compile_seconds=2.5, recompilations=["forward: 0/0: kwargs['max_length_q'] == 12"]
     )
+
+
+def test_what_was_compiled_before_a_pass_is_none_of_it() -> None:
+    torch.compile(lambda x: x * 2, backend="eager")(torch.ones(2))
+    counter = CompilationCounter()
+    counter.before_pass(cast(Any, None))
+    counter.after_measurement()
+    counter.close(None)
+    assert counter.section == CompilationSection()
+    counter.before_pass(cast(Any, None))
+    torch.compile(lambda x: x + 1, backend="eager")(torch.ones(2))
+    counter.after_measurement()
+    counter.close(None)
+    assert counter.section.new_graphs == 1
+    assert counter.section.compile_seconds > 0
