@@ -12,12 +12,17 @@ from capture.file_format.end_record import EndRecord
 from capture.record.observer import TrainingPhase
 from replay.post_mortem.blocking_ranks import End, LastSighting, find_blocking_ranks, find_world_size
 from replay.post_mortem.text import describe_hang
+from replay.watch.stacks import NUM_INNERMOST
 
 OWN = (StackFrame(file="train.py", line="27", function="compute_loss"),)
 IN_BACKWARD = (StackFrame(file="torch/autograd/graph.py", line="979", function="_engine_run_backward"),)
 IN_COLLECTIVE = (
     StackFrame(file="torch/distributed/distributed_c10d.py", line="5", function="barrier"),
     StackFrame(file="train.py", line="44", function="main"),
+)
+IN_BROADCAST = (
+    StackFrame(file="torch/nn/parallel/distributed.py", line="23", function="_distributed_broadcast_coalesced"),
+    *OWN,
 )
 LOST = "RuntimeError: [pair.cc:553] Connection closed by peer [127.0.0.1]:2947."
 
@@ -182,6 +187,33 @@ CASES: dict[str, tuple[Sequence[LastSighting], tuple[int, ...], str]] = {
          see(End.SIGNALLED, 3, "after backward", IN_COLLECTIVE)],
         (1,),
         "its loop was over there, and others are after the optimizer's step that followed pass 4",
+    ),
+    "early in one pass, and all of these wait": (
+        [see(End.SIGNALLED, 4, "in forward", IN_COLLECTIVE), see(End.SIGNALLED, 4, "in forward", IN_COLLECTIVE), WAITS],
+        (0, 1),
+        "others are in the backward of pass 5",
+    ),
+    "ended from outside in the moment in which the others lost it": (
+        [gave_up(4, "in forward", at=2), see(End.SIGNALLED, 4, "in backward", IN_BACKWARD, at=2),
+         gave_up(4, "in forward", at=2)],
+        (1,),
+        "it was ended from outside (SIGTERM)",
+    ),
+    # A backward waits in C++, and so does a broadcast of buffers; what a collective called long ago does not.
+    "in a backward, at a place that is not known": (
+        [see(End.SIGNALLED, 3, "", IN_BACKWARD), see(End.SIGNALLED, 3, "", OWN)],
+        (1,),
+        "the others wait in a collective or a backward, and it stands in code of its own",
+    ),
+    "in a broadcast of buffers": (
+        [see(End.SIGNALLED, 3, "", IN_BROADCAST), see(End.SIGNALLED, 3, "", OWN)],
+        (1,),
+        "the others wait in a collective or a backward, and it stands in code of its own",
+    ),
+    "in a hook far below a collective": (
+        [see(End.SIGNALLED, 3, "", (*OWN * NUM_INNERMOST, *IN_COLLECTIVE)), see(End.SIGNALLED, 3, "", IN_COLLECTIVE)],
+        (0,),
+        "the others wait in a collective or a backward, and it stands in code of its own",
     ),
     # A place that is not known keeps places from being compared; what stands in its own code is told all the same.
     "a place that is not known": (

@@ -96,6 +96,29 @@ def test_the_order_of_training_and_rollouts_hides_what_comes_behind_it() -> None
     ]  # fmt: skip
 
 
+def test_what_else_differs_in_the_pass_of_another_order_tells_nothing() -> None:
+    ranks = [[plan(0), plan(1, num_trained=3)], [plan(0), plan(1, num_trained=2, trains=False)]]
+    assert [kind for kind, *_ in find(*ranks)] == ["order"]
+
+
+def test_a_difference_says_in_which_jobs_it_does_no_harm() -> None:
+    """Whoever reads of a pass without a step under no_sync is not to mend a sound job."""
+    ranks = {
+        "order": [[plan(0)], [plan(0, trains=False)]],
+        "dtype": [[plan(0, computed_in="fp32")], [plan(0, computed_in="bf16")]],
+        "steps": [plan_all("optimizer_step", of_rank) for of_rank in ((0, 1), (0, 0))],
+        "backward": [[plan(0), plan(1, step=step(0, [0, 1], of_rank))] for of_rank in ((1.0, 1.0), (None, 1.0))],
+        "shapes": [[plan(0, shape=(2, 8))], [plan(0, shape=(2, 9))]],
+        "trained": [[plan(0, num_trained=2)], [plan(0, num_trained=3)]],
+        "passes": [[plan(0), plan(1)], [plan(0)]],
+    }
+    for kind, made in ranks.items():
+        [difference] = find_schedule_differences(schedule(*made), equal_shapes=True, was_cut_short=kind == "steps")
+        assert difference.kind == kind
+        assert bool(difference.exception) is (kind not in ("trained", "passes"))
+        assert difference.remedy
+
+
 def test_a_missing_pass_comes_after_what_else_differs_in_it() -> None:
     ranks = [
         [plan(0), plan(1, computed_in="bf16"), plan(2)],
@@ -348,6 +371,10 @@ def pad(lengths: Sequence[int], longest: Sequence[int | None], last: tuple[int, 
         (LENGTHS, (11, 7, 10, 6), (8, 8, 5, 9), False),
         ((12,) * 4, (12, 7, 12, 6), (8, 12, 5, 12), False),
         ((12, 9, 12, 9), (12, 7, 12, 6), (8, 9, 5, 9), False),
+        # Two thirds of the passes are enough, and three lengths.
+        ((12, 9, 11, 10, 10), (12, 7, 11, 6, 9), (8, 9, 5, 10, 9), True),
+        ((12, 9, 11, 11, 11), (12, 7, 11, 6, 9), (8, 9, 5, 9, 9), False),
+        ((12, 9, 11), (12, 7, 11), (8, 9, 5), True),
         # What is not known of one rank is not padded to.
         (LENGTHS, (12, 7, 11, None), (8, 9, 5, 10), False),
         (LENGTHS, (12, 7, None, None), (8, 9, 5, 10), False),
@@ -357,7 +384,7 @@ def test_other_shapes_are_told_where_the_ranks_have_padded_to_the_longest_of_all
     lengths: Sequence[int], longest: Sequence[int | None], other_longest: Sequence[int | None], is_told: bool
 ) -> None:
     ranks = [pad(lengths, longest, (2, 8)), pad(lengths, other_longest, (2, 8)), pad(lengths, longest, (1, 9))]
-    expected = [("shapes", 4, (2,), "rank 2 has 1 rows of 9, and others 2 of 8")]
+    expected = [("shapes", len(lengths), (2,), "rank 2 has 1 rows of 9, and others 2 of 8")]
     assert find(*ranks) == (expected if is_told else [])
     # Whoever says that the job needs equal shapes is believed.
     assert find(*ranks, equal_shapes=True) == expected
