@@ -256,6 +256,11 @@ def test_a_check_fails_if_it_fails_on_any_rank() -> None:
     assert choose_check([other, other]) == other
     assert choose_check([FAILED, FAILED]) == FAILED
     assert choose_check([other, FAILED]).found == "on rank 1: by 3"
+    # Of several the first is named, and unless it fails on all of them its rank is.
+    worse = replace(FAILED, found="by 5")
+    assert choose_check([other, FAILED, worse]).found == "on rank 1: by 3"
+    assert choose_check([worse, other, FAILED]).found == "on rank 0: by 5"
+    assert choose_check([worse, FAILED]) == worse
 
 
 def test_what_opens_folders_knows_each_command_that_writes_its_result_as_it_goes() -> None:
