@@ -115,7 +115,10 @@ def _groups_of_threads() -> Iterator[Callable[[BaseException], None]]:
     c10d._set_thread_isolation_mode(True)
     multi_threaded_pg._install_threaded_pg()
     try:
-        yield groups.exception_handle
+        # A rank tells the compiler of the whole process what to do, and takes that back, as a ring's check does. Where
+        # two do so one amidst the other, what was before does not come back.
+        with torch.compiler.set_stance("default"):
+            yield groups.exception_handle
     finally:
         groups.reset()
         multi_threaded_pg._uninstall_threaded_pg()
