@@ -49,7 +49,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 
 def pytest_report_header(config: pytest.Config) -> str:
-    return "pytest: about 8 minutes on two cores; pytest -m slow, the other tests: about 20"
+    return "pytest: about 4 minutes on two cores; pytest -m slow, the other tests: about 10"
 
 
 def _leave_home(config: pytest.Config) -> None:
