@@ -52,18 +52,13 @@ def is_right(attention: str, where: device) -> bool:
 def gives_right_numbers(kernel: AttentionKernel, where: device) -> bool:
     """Do the forms of a kernel run on `where`, and give the right numbers?"""
     try:
-        return measure_kernel_error(kernel, where) <= BOUND
+        return measure_error(kernel, where) <= BOUND
     # A package or a driver may raise an error of any type.
     except Exception:
         return False
 
 
-def measure_error(attention: str, where: device) -> float:
-    """Measure the error of the kernel of this name, as `measure_kernel_error` does."""
-    return measure_kernel_error(find_kernel(attention), where)
-
-
-def measure_kernel_error(kernel: AttentionKernel, where: device) -> float:
+def measure_error(kernel: AttentionKernel, where: device) -> float:
     """Measure the largest relative error of the output and the gradients of query, key and value; correct up to BOUND.
 
     Computed in bf16, on PACKED_ROWS, with grouped queries, and on padded rows where the form for them is not

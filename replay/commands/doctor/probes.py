@@ -63,8 +63,9 @@ def _describe_gpu(properties: Any) -> Facts:
 
 def measure_kernel_error(name: str) -> Facts:
     from actor_init.attention.kernel_choice import BOUND, measure_error
+    from actor_init.declarations.attention import find_kernel
 
-    return {"error": measure_error(name, _choose_device()), "bound": BOUND}
+    return {"error": measure_error(find_kernel(name), _choose_device()), "bound": BOUND}
 
 
 def _choose_device() -> Any:

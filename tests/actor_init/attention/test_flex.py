@@ -19,6 +19,7 @@ from actor_init.attention.flex import flex_attention
 from actor_init.attention.kernel_choice import BOUND, choose_kernel_name, measure_error
 from actor_init.attention.kernels import register
 from actor_init.compiling import compile_blocks
+from actor_init.declarations.attention import find_kernel
 from actor_init.spec import ActorSpec, Attention, ParallelSpec, UsageError
 from capture.file_format.capture_file import CapturedCall
 from replay.options.option_parsing import format_error_with_flags
@@ -184,7 +185,7 @@ def test_a_compiled_block_has_one_graph_for_all_lengths_and_a_constant_window(mo
 
 @pytest.mark.gpu
 def test_the_kernel_check_finds_it_right() -> None:
-    assert measure_error("flex", CUDA) < BOUND / 2
+    assert measure_error(find_kernel("flex"), CUDA) < BOUND / 2
 
 
 @pytest.mark.gpu

@@ -24,7 +24,7 @@ from actor_init.attention.kernels import flash_attn_varlen, wrap_with_cudnn
 from actor_init.attention.ring_attention import ring_flash_attn
 from actor_init.attention.ring_split import RingSlice
 from actor_init.compiling import count_graphs
-from actor_init.declarations.attention import KERNELS, find_attention_form
+from actor_init.declarations.attention import KERNELS, find_attention_form, find_kernel
 from actor_init.declarations.attention.declaration import AttentionKernel
 from actor_init.spec import ActorSpec, Attention, Dtype, ParallelSpec, UsageError
 from tests.helpers.thread_ranks import call_on_ranks
@@ -92,7 +92,7 @@ def register_like_cudnn(packed: Any = cudnn_packed, padded: Any = cudnn_padded) 
 @pytest.mark.usefixtures("stand_ins")
 @pytest.mark.parametrize("kernel", ["cudnn", "flash"])
 def test_a_kernel_is_called_so_that_documents_stay_apart(kernel: str) -> None:
-    assert kernel_choice.measure_error(kernel, CPU) < kernel_choice.BOUND / 3
+    assert kernel_choice.measure_error(find_kernel(kernel), CPU) < kernel_choice.BOUND / 3
     assert kernel_choice.is_right(Attention(kernel), CPU)
 
 
@@ -111,7 +111,7 @@ def test_a_kernel_with_wrong_borders_is_not_right(wrong: Callable[[Tensor], Tens
         return cudnn_packed(*args, cu_seq_lens_q=wrong(cu_seq_lens_q), **more)
 
     kernel = register_like_cudnn(packed=attend)
-    assert kernel_choice.measure_kernel_error(kernel, CPU) > 2 * kernel_choice.BOUND
+    assert kernel_choice.measure_error(kernel, CPU) > 2 * kernel_choice.BOUND
     assert not kernel_choice.gives_right_numbers(kernel, CPU)
 
 
@@ -145,8 +145,8 @@ def test_padded_rows_with_a_wrong_mask_are_seen_though_packed_ones_are_right() -
     def attend(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, **more: Any) -> Any:
         return cudnn_padded(module, query, key, value, mask.roll(1, dims=1), **more)
 
-    assert kernel_choice.measure_kernel_error(register_like_cudnn(), CPU) < kernel_choice.BOUND / 3
-    assert kernel_choice.measure_kernel_error(register_like_cudnn(padded=attend), CPU) > 2 * kernel_choice.BOUND
+    assert kernel_choice.measure_error(register_like_cudnn(), CPU) < kernel_choice.BOUND / 3
+    assert kernel_choice.measure_error(register_like_cudnn(padded=attend), CPU) > 2 * kernel_choice.BOUND
 
 
 @pytest.mark.usefixtures("stand_ins")

@@ -19,7 +19,7 @@ import replay
 from actor_init.attention import kernel_choice
 from actor_init.attention.kernel_choice import choose_default_kernel
 from actor_init.attention.kernels import register
-from actor_init.declarations.attention import KERNELS
+from actor_init.declarations.attention import KERNELS, find_kernel
 from actor_init.spec import UsageError
 from replay.command_line.cli import main
 from replay.commands.doctor import hardware
@@ -199,7 +199,7 @@ def test_what_is_not_installed_fails_only_where_it_is_needed() -> None:
 
 
 def test_sdpa_is_within_its_bound_by_far() -> None:
-    assert kernel_choice.measure_error("sdpa", CPU) < kernel_choice.BOUND / 3
+    assert kernel_choice.measure_error(find_kernel("sdpa"), CPU) < kernel_choice.BOUND / 3
     assert choose_default_kernel(CPU) == "sdpa"
 
 
@@ -230,7 +230,7 @@ def test_a_kernel_with_a_wrong_mask_is_wrong(wrong: Callable[[Any], Any]) -> Non
         return right(module, query, key, value, wrong(mask), **more)
 
     with as_sdpa(kernel):
-        assert kernel_choice.measure_error("sdpa", CPU) > 5 * kernel_choice.BOUND
+        assert kernel_choice.measure_error(find_kernel("sdpa"), CPU) > 5 * kernel_choice.BOUND
 
 
 def test_a_wrong_gradient_is_wrong() -> None:
@@ -240,7 +240,7 @@ def test_a_wrong_gradient_is_wrong() -> None:
         return right(module, query, key * 0.5 + key.detach() * 0.5, value, mask, **more)
 
     with as_sdpa(kernel):
-        assert kernel_choice.measure_error("sdpa", CPU) > 5 * kernel_choice.BOUND
+        assert kernel_choice.measure_error(find_kernel("sdpa"), CPU) > 5 * kernel_choice.BOUND
 
 
 def test_a_kernel_of_nan_is_wrong() -> None:
@@ -250,7 +250,7 @@ def test_a_kernel_of_nan_is_wrong() -> None:
         return right(module, *inputs, **more)[0] * float("nan"), None
 
     with as_sdpa(kernel):
-        error = kernel_choice.measure_error("sdpa", CPU)
+        error = kernel_choice.measure_error(find_kernel("sdpa"), CPU)
     check = judge_answer(
         "sdpa", ProbeAnswer(facts={"error": error, "bound": 0.02}), works="", cost="", needed=True, has_error=True
     )
