@@ -66,9 +66,9 @@ class SlowStepWatch:
         factor: float | None = None,
         *,
         max_seconds: float | None = None,
-        read_clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._read_clock = read_clock
+        self._clock = clock
         self._factor = factor
         self._max_seconds = max_seconds
         self.has_limit = factor is not None or max_seconds is not None
@@ -80,7 +80,7 @@ class SlowStepWatch:
 
     def begin_step(self, forward: int) -> bool:
         """Begin a step. Returns whether `pop_slow_step` has something: the step before this one was too slow."""
-        now = self._read_clock()
+        now = self._clock()
         if (previous := self._running) is not None:
             seconds = now - previous.began
             if previous.max_seconds is not None and seconds > previous.max_seconds:
@@ -101,12 +101,12 @@ class SlowStepWatch:
         running = self._running
         if running is None or running.max_seconds is None or running.forward == self._reported_forward:
             return None
-        return max(0.0, running.began + running.max_seconds - self._read_clock())
+        return max(0.0, running.began + running.max_seconds - self._clock())
 
     def pop_slow_step(self) -> tuple[int, str] | None:
         """Return the forward that began a slow step, and a message. Each step is returned once."""
         if (running := self._running) is not None and running.max_seconds is not None:
-            seconds = self._read_clock() - running.began
+            seconds = self._clock() - running.began
             if seconds >= running.max_seconds:
                 self._slow_steps.append((running.forward, seconds, running.max_seconds))
         while True:

@@ -282,7 +282,7 @@ class Recorder:
         return self._writer.drain(max_seconds=max_seconds)
 
     def close(self, *, max_seconds: float = MAX_FLUSH_SECONDS) -> None:
-        """Take the hooks off the model and wait for the files, up to a minute. A second call does nothing."""
+        """Take the hooks off the model and wait for the files, `max_seconds` at most. A second call does nothing."""
         # A forked child has no writer's thread to wait for.
         if self._is_closed or os.getpid() != self._process_id:
             return

@@ -12,12 +12,14 @@ import torch
 
 from capture import capture_files, read_micro_batch
 from capture.file_format.actor_config import write_actor_config
-from capture.file_format.capture_file import read_call, write_call
+from capture.file_format.capture_file import CapturedCall, read_call, write_call
 from capture.file_format.end_record import EndRecord, write_end_record
 from capture.file_format.micro_batch import Origin
 from replay.options.spec import find_sample_folder
 
 BEGINNING = datetime(2026, 3, 1, 9, 12, 44, tzinfo=UTC)
+# A full hour: the step of a call that `make_call` makes is the minute of its time.
+MONDAY = datetime(2026, 3, 2, 9, tzinfo=UTC)
 # A config for write_actor_config, of a model that is opened in no time.
 LLAMA = {
     "model_type": "llama",
@@ -31,6 +33,13 @@ LLAMA = {
 
 # Training passes of the sample of at most 252 tokens, five of each rank; the others have ten times as many.
 SHORT_PASSES = (8, 11, 16, 18, 19, 29, 30, 31, 33, 38)
+
+
+def make_call(ids_BS: torch.Tensor, *, rank: int = 0, world_size: int = 1, step: int = 0, **more: Any) -> CapturedCall:
+    """Make a training pass of these token ids, and of no other tensor. A later step is of a later minute."""
+    time = (MONDAY + timedelta(minutes=step)).isoformat(timespec="microseconds")
+    origin = Origin(source="", rank=rank, world_size=world_size, step=step, time=time)
+    return CapturedCall(tensors={"input_ids": ids_BS}, call_facts={}, left_out={}, trains=True, origin=origin, **more)
 
 
 def write_pass(

@@ -21,10 +21,10 @@ from capture.black_box.incidents import Incident, make_incident, read_incidents,
 from capture.black_box.position_page import LastPosition, read_position
 from capture.black_box.salvage import salvage
 from capture.black_box.signal_handlers import SignalReport
-from capture.file_format.capture_file import CapturedCall, EncodedCall
-from capture.file_format.micro_batch import Origin
+from capture.file_format.capture_file import EncodedCall
 from capture.record.observer import JobPosition, TrainingPhase
 from capture.record.retention import check_retention
+from tests.helpers.made_captures import make_call
 
 
 class Held:
@@ -187,7 +187,7 @@ def test_a_step_lasts_from_one_forward_to_the_next_and_a_slow_one_is_told_once(
     recording: Held, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = [0.0]
-    watch = partial(SlowStepWatch, read_clock=lambda: now[0])
+    watch = partial(SlowStepWatch, clock=lambda: now[0])
     monkeypatch.setattr(capture.black_box.black_box, "SlowStepWatch", watch)
     box = BlackBox(tmp_path / "run", check_retention(slow_step="60s"))
     box.on_open(recording)
@@ -308,15 +308,8 @@ def test_incidents_are_read_in_the_order_in_which_they_began_on_any_rank(tmp_pat
 
 
 def encode(step: int, *, num_noted: int = 0) -> EncodedCall:
-    call = CapturedCall(
-        tensors={"input_ids": torch.arange(64).view(2, 32) * 1009},
-        call_facts={},
-        left_out={},
-        trains=True,
-        origin=Origin(source="", rank=0, world_size=1, step=step, time="2026-03-02T09:00:00.000000+00:00"),
-        outputs={"log_probs_values": [0.5] * num_noted},
-    )
-    return call.encode()
+    ids_BS = torch.arange(64).view(2, 32) * 1009
+    return make_call(ids_BS, step=step, outputs={"log_probs_values": [0.5] * num_noted}).encode()
 
 
 @pytest.fixture

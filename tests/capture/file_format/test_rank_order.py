@@ -1,7 +1,6 @@
 """Ranks come in the order of their numbers wherever a folder's files are listed: rank 10 is not before rank 2."""
 
 import zipfile
-from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
@@ -15,32 +14,19 @@ from capture.file_format.folder_layout import find_ranks, find_recording_folder,
 from capture.file_format.folder_recordings import list_recordings
 from capture.file_format.listing import list_captures, list_segment_files, list_single_pass_files
 from capture.file_format.manifest import FolderCheck
-from capture.file_format.micro_batch import Origin
 from capture.file_format.model_facts import ModelFacts, read_model_facts, write_model_facts
 from capture.folder_tools.convert import FolderWriter
 from capture.folder_tools.pack import pack_folder
+from tests.helpers.made_captures import MONDAY, make_call
 
 # Later ranks wrote earlier, so neither names nor times have the order that is expected.
 RANKS_AS_WRITTEN = (10, 2, 0)
 IN_ORDER = [0, 2, 10]
-MONDAY = datetime(2026, 3, 2, 9, 0, tzinfo=UTC)
 
 
-def make_call(rank: int, minute: int, *, world_size: int) -> CapturedCall:
-    return CapturedCall(
-        tensors={"input_ids": torch.randint(2**31, (1, 2048))},
-        call_facts={},
-        left_out={},
-        trains=True,
-        origin=Origin(
-            source="",
-            rank=rank,
-            world_size=world_size,
-            step=minute,
-            time=(MONDAY + timedelta(minutes=minute)).isoformat(timespec="microseconds"),
-        ),
-        recording=MONDAY.isoformat(),
-    )
+def make_call_of_rank(rank: int, minute: int, *, world_size: int) -> CapturedCall:
+    ids_BS = torch.randint(2**31, (1, 2048))
+    return make_call(ids_BS, rank=rank, world_size=world_size, step=minute, recording=MONDAY.isoformat())
 
 
 @pytest.fixture(params=["files", "folders", "segments"])
@@ -51,7 +37,7 @@ def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     path.mkdir()
     with FolderWriter(path, segment=2**20 if request.param == "segments" else None) as writer:
         for minute, rank in enumerate(RANKS_AS_WRITTEN):
-            writer.write(make_call(rank, minute, world_size=64 if request.param == "folders" else 12))
+            writer.write(make_call_of_rank(rank, minute, world_size=64 if request.param == "folders" else 12))
     return path
 
 
@@ -72,7 +58,7 @@ def test_files_and_segments_of_one_folder_are_listed_together_by_rank_and_time(t
         with FolderWriter(tmp_path, segment=segment) as writer:
             for minute in minutes:
                 for rank in (10, 2):
-                    writer.write(make_call(rank, minute, world_size=12))
+                    writer.write(make_call_of_rank(rank, minute, world_size=12))
     captures = list_captures(tmp_path)
     assert [capture.rank for capture in captures] == [2, 2, 2, 2, 10, 10, 10, 10]
     minutes_in_order = [int(capture.path.name.split("_")[4][2:4]) for capture in captures]
@@ -160,7 +146,7 @@ def test_ranks_are_missed_where_others_are_known() -> None:
 def test_the_bytes_of_captures_alone_are_counted_in_every_folder(segment: int | None, tmp_path: Path) -> None:
     with FolderWriter(tmp_path, segment=segment) as writer:
         for rank in IN_ORDER:
-            writer.write(make_call(rank, 0, world_size=64))
+            writer.write(make_call_of_rank(rank, 0, world_size=64))
     captures = [path for path in tmp_path.rglob("*") if path.suffix in (".pkl", ".seg")]
     assert len(captures) == 3
     assert writer.num_bytes == sum(path.stat().st_size for path in captures)

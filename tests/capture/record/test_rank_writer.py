@@ -1,39 +1,24 @@
 """What a rank may take of the disk: the limits are its own, for all its recordings, and the oldest goes first."""
 
-from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from capture.file_format.capture_file import CapturedCall, EncodedCall
+from capture.file_format.capture_file import EncodedCall
 from capture.file_format.listing import capture_files, list_segment_files
 from capture.file_format.manifest import MAX_ENTRIES, check_folder, read_manifest
-from capture.file_format.micro_batch import Origin
 from capture.record.rank_writer import MANIFEST_BYTES_PER_FILE, RankFiles, RankWriter, open_rank_writer
 from capture.record.retention import check_retention
+from tests.helpers.made_captures import make_call
 
 IDS_BS = torch.arange(1000, 1064)[None]
-MONDAY = datetime(2026, 3, 2, 9, 0, tzinfo=UTC)
 
 
 def encode(step: int, *, rank: int = 1, world_size: int = 2, ids_BS: torch.Tensor = IDS_BS) -> EncodedCall:
     """Encode a pass. A later step is of a later time; all are about as large."""
-    call = CapturedCall(
-        tensors={"input_ids": ids_BS},
-        call_facts={},
-        left_out={},
-        trains=True,
-        origin=Origin(
-            source="",
-            rank=rank,
-            world_size=world_size,
-            step=step,
-            time=(MONDAY + timedelta(minutes=step)).isoformat(timespec="microseconds"),
-        ),
-    )
-    return call.encode()
+    return make_call(ids_BS, rank=rank, world_size=world_size, step=step).encode()
 
 
 # A checksum takes five bytes or seven.

@@ -290,7 +290,7 @@ def test_a_step_that_hangs_is_written_while_it_hangs(tmp_path: Path, monkeypatch
 
 def test_the_median_of_steps_decides_what_is_slow() -> None:
     now = [0.0]
-    watch = SlowStepWatch(3.0, read_clock=lambda: now[0])
+    watch = SlowStepWatch(3.0, clock=lambda: now[0])
     for step in range(9):
         assert not watch.begin_step(step)
         now[0] += 1.0
@@ -323,7 +323,7 @@ def test_a_slow_step_is_so_many_times_the_median_or_seconds(
 
 def test_a_limit_in_seconds_holds_from_the_first_step() -> None:
     now = [0.0]
-    watch = SlowStepWatch(max_seconds=60.0, read_clock=lambda: now[0])
+    watch = SlowStepWatch(max_seconds=60.0, clock=lambda: now[0])
     assert watch.seconds_left() is None
     assert not watch.begin_step(0)
     now[0] += 59.0

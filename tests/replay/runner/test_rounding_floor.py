@@ -1,5 +1,6 @@
 """A few passes measure the floors of all; where the kernel has to stay, rows in another order tell nothing."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -105,15 +106,20 @@ def make_stepping_spec() -> Any:
     return SimpleNamespace(actor=ActorSpec(backend="ddp", grad_accumulation=1, packing=False), inputs=InputsSpec())
 
 
-def test_behind_the_measured_passes_a_floor_grows_as_the_number_of_steps() -> None:
-    repeater = SimpleNamespace(
+def make_repeater(make_repeated_pass: Callable[[int], PassEvidence]) -> Any:
+    """Make what repeats the first of ten inputs, each with the pass that `make_repeated_pass` makes for its index."""
+    return SimpleNamespace(
         spec=make_stepping_spec(),
         selection=SimpleNamespace(inputs=range(10)),
         dropout=(),
         make_rounding_variant=lambda passes: make_stepping_spec(),
-        replay_inputs=lambda variant, number: [make_pass(index, 2.0 * (1 + 1e-3 * index)) for index in range(number)],
+        replay_inputs=lambda variant, number: list(map(make_repeated_pass, range(number))),
     )
-    floors, num_run = measure_step_floors(cast(Any, repeater), [make_pass(index, 2.0) for index in range(10)])
+
+
+def test_behind_the_measured_passes_a_floor_grows_as_the_number_of_steps() -> None:
+    repeater = make_repeater(lambda index: make_pass(index, 2.0 * (1 + 1e-3 * index)))
+    floors, num_run = measure_step_floors(repeater, [make_pass(index, 2.0) for index in range(10)])
     assert num_run == 4
     # Of a loss there is one value a pass, so the largest of all measured ones counts for each of them.
     assert [floors[index][LOSS].value for index in (0, 3, 6, 9)] == pytest.approx([3e-3, 3e-3, 6e-3, 9e-3])
@@ -125,14 +131,8 @@ def make_token_pass(index: int, *log_probs: float | None, rank: int = 0) -> Pass
 
 
 def test_of_tokens_a_step_lets_the_floor_drift_and_before_it_nothing_does() -> None:
-    repeater = SimpleNamespace(
-        spec=make_stepping_spec(),
-        selection=SimpleNamespace(inputs=range(10)),
-        dropout=(),
-        make_rounding_variant=lambda passes: make_stepping_spec(),
-        replay_inputs=lambda variant, number: [make_token_pass(i, -0.5 - 1e-3 * (i + 1)) for i in range(number)],
-    )
-    floors, _ = measure_step_floors(cast(Any, repeater), [make_token_pass(index, -0.5) for index in range(10)])
+    repeater = make_repeater(lambda index: make_token_pass(index, -0.5 - 1e-3 * (index + 1)))
+    floors, _ = measure_step_floors(repeater, [make_token_pass(index, -0.5) for index in range(10)])
     drift = 3.0  # as docs/tolerances.md has it
     # Behind the last pass that was measured, with three steps before it, six steps are twice as many.
     expected = {0: 1e-3, 1: 2e-3 * drift, 3: 4e-3 * drift, 6: 2 * 4e-3 * drift}
@@ -180,14 +180,8 @@ def test_passes_behind_a_change_of_what_is_trained_are_measured_too(changed_at: 
         )
         for index, number in enumerate(frozen)
     ]
-    repeater = SimpleNamespace(
-        spec=make_stepping_spec(),
-        selection=SimpleNamespace(inputs=range(10)),
-        dropout=(),
-        make_rounding_variant=lambda passes: make_stepping_spec(),
-        replay_inputs=lambda variant, number: [make_pass(index, 2.0) for index in range(number)],
-    )
-    assert measure_step_floors(cast(Any, repeater), passes)[1] == num_measured
+    repeater = make_repeater(lambda index: make_pass(index, 2.0))
+    assert measure_step_floors(repeater, passes)[1] == num_measured
 
 
 @pytest.mark.parametrize(
