@@ -4,8 +4,9 @@
 norm of its part, and those elements that lie in it.
 
 A parameter costs the job's thread about MICROSECONDS_PER_PARAMETER, and each gradient is read besides, unless the job's
-clipping has computed its norm in fp32. So all gradients are signed in the first steps, and then in every n-th, such
-that it costs MICROSECONDS_PER_STEP on average. Model and clipping alone decide on n, so all ranks sign the same steps.
+clipping has computed its norm in fp32. So all gradients are signed in the first step, in a few more of a small model,
+and then in every n-th, such that it costs MICROSECONDS_PER_STEP on average. Model and clipping alone decide on n, so
+all ranks sign the same steps.
 """
 
 import math
@@ -31,8 +32,9 @@ MICROSECONDS_PER_CPU_ELEMENT = 0.001
 MICROSECONDS_PER_DEVICE_BYTE = 1 / 3e6
 # A thousandth of a step of 70 ms.
 MICROSECONDS_PER_STEP = 70.0
-# The first steps are all signed, as far as they cost no more than this together.
-MICROSECONDS_AT_FIRST = 16_000.0
+# The first step is signed, and those behind it as far as all of them cost no more than this together: a job that opens
+# recordings often pays for it in each of them.
+MICROSECONDS_AT_FIRST = 4_000.0
 MAX_FIRST_STEPS = 8
 # Of a model with more parameters each signing takes so many, in turn.
 MAX_SIGNED = 1024
