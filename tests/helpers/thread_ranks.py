@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch._subclasses import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 
 from actor_init.spec import ParallelSpec
@@ -110,6 +111,10 @@ def _groups_of_threads() -> Iterator[Callable[[BaseException], None]]:
     # Imported here because the import registers a backend of process groups for good.
     from torch.testing._internal.distributed import multi_threaded_pg
 
+    # A torch for CUDA that finds no GPU takes out, at the first FakeTensorMode, what looks after CUDA's devices. Two
+    # threads that do so at once end the process by SIGSEGV (torch 2.11).
+    with FakeTensorMode():
+        pass
     groups: Any = multi_threaded_pg.ProcessLocalGroup
     c10d: Any = torch._C._distributed_c10d
     c10d._set_thread_isolation_mode(True)
