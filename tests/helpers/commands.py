@@ -19,6 +19,14 @@ BIN = Path(sys.executable).parent
 LIMIT = 1800  # seconds; a run takes about ten, where nothing else runs
 
 
+def port_for(program: str) -> list[str]:
+    """Return what gives a launcher a port of its own; nothing for another program.
+
+    Tests run side by side, and both launchers would take port 29500 for each (torchrun before torch 2.13).
+    """
+    return ["--master_port", str(free_port())] if Path(program).name in ("deepspeed", "torchrun") else []
+
+
 def run(
     command: str, log_folder: Path, *, cold: bool = False, graphs: bool = False
 ) -> subprocess.CompletedProcess[str]:
@@ -27,11 +35,8 @@ def run(
     With `graphs`, what is compiled has graphs alone; not if `cold`.
     """
     program, *arguments = shlex.split(command)
-    # Tests run side by side, and both launchers would take port 29500 for each (torchrun before torch 2.13).
-    if program in ("deepspeed", "torchrun"):
-        arguments = ["--master_port", str(free_port()), *arguments]
     return subprocess.run(
-        [program, *arguments, "--log-folder", str(log_folder), *PATIENCE],
+        [program, *port_for(program), *arguments, "--log-folder", str(log_folder), *PATIENCE],
         cwd=ROOT,
         env=os.environ
         | {"PATH": f"{BIN if cold else warm_bin()}{os.pathsep}{os.environ['PATH']}"}

@@ -20,6 +20,7 @@ from replay.command_line.cli import app, main
 from replay.options.option_parsing import list_options
 from replay.options.spec import ReplaySpec
 from replay.processes.error_reports import run_to_exit_code
+from tests.helpers.commands import port_for
 from tests.helpers.made_captures import damage, write_config, write_pass
 from tests.helpers.made_logs import passed, write_log
 from tests.helpers.typed import spec_of
@@ -308,7 +309,8 @@ WAYS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 def test_every_way_to_start_it_is_the_same_command(way: str) -> None:
-    done = run_command(*WAYS[way], "--help")
+    program, *arguments = WAYS[way]
+    done = run_command(program, *port_for(program), *arguments, "--help")
     assert done.returncode == 0, done.stderr
     assert "Usage: replay [OPTIONS] COMMAND [ARGS]..." in done.stdout
     assert "--max-inputs N" in done.stdout
