@@ -1,6 +1,7 @@
 """What the black box writes of what a recording tells it, with a recording that holds nothing."""
 
 import math
+import resource
 import shutil
 import signal
 import threading
@@ -375,3 +376,23 @@ def test_what_a_dead_process_left_is_written_with_its_position_or_its_last_pass(
     assert (incident.last_backward, incident.world_size) == ((6, 2) if has_position else (None, None))
     assert not copy.exists()
     assert salvage(tmp_path / "run", check_retention()) == 0
+
+
+def test_what_cannot_be_written_stays_in_memory_for_a_user_who_may(
+    box: BlackBox, tmp_path: Path, shared_memory: Path
+) -> None:
+    box.on_hold(encode(3))
+    box.on_idle()
+    [spool] = shared_memory.iterdir()
+    shutil.copytree(spool, copy := shared_memory / (spool.name[:-8] + "00000000"))
+    # As on a full disk.
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            salvage(tmp_path / "run", check_retention())
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert [path.name for path in copy.iterdir() if path.suffix == ".pkl"] == [encode(3).name]
+    assert salvage(tmp_path / "run", check_retention()) == 1
+    assert not copy.exists()

@@ -173,3 +173,14 @@ def test_manifests_are_written_while_a_recording_goes_on_and_each_has_a_limit(tm
     assert sorted(len(read_manifest(path)) for path in tmp_path.glob("manifest_*.json")) == [5, 20, 20]
     checked = check_folder(tmp_path)
     assert (checked.is_whole, checked.uncommitted, len(checked.good)) == (True, [], 45)
+
+
+def test_what_takes_the_place_of_a_listed_pass_is_listed_by_the_next_commit(tmp_path: Path) -> None:
+    writer = open_writer(tmp_path, keep="last", max_files=3)
+    for steps in (range(100, 103), range(103, 104), range(104, 106)):
+        for step in steps:
+            writer.write(encode(step))
+        writer.commit()
+        checked = check_folder(tmp_path)
+        assert (checked.is_whole, checked.uncommitted, len(checked.good)) == (True, [], 3)
+    assert list_steps(tmp_path) == [103, 104, 105]

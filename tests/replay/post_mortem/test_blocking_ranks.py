@@ -317,6 +317,16 @@ def test_what_ranks_leave_tells_which_was_behind(name: str, is_mirrored: bool, t
     assert ("cannot be told" in dict(describe_hang(seen))["hang"]) == (not expected)
 
 
+def test_of_the_errors_of_a_ranks_last_pass_the_first_one_ended_it(tmp_path: Path) -> None:
+    earlier_pass = left("exception", 2, "in forward", message="KeyError: caught")
+    cause = left("exception", 3, "in forward", at=1, message="ValueError: a")
+    follower = left("exception", 3, "in forward", at=2, message=LOST)
+    write_incidents(tmp_path, [earlier_pass, cause, follower], num_others=0, rank=0, stamp="a")
+    [sighting] = read_last_sightings(tmp_path)
+    assert sighting.incident is not None
+    assert (sighting.end, sighting.incident.message) == (End.FAILED, cause.message)
+
+
 def test_only_the_last_job_of_a_folder_counts(tmp_path: Path) -> None:
     write(tmp_path, [left("exception", 1, "in forward", message="ValueError: a"), left("signal", 1, "in forward", OWN)])
     later = [replace(incident, opened="2026-03-02T08:59:00.000000+00:00") for incident in TABLE["all alike"][0][:1]]

@@ -10,6 +10,7 @@ from actor_init.spec import ActorSpec
 from capture.file_format.optimizer_step import OptimizerStep
 from replay.tolerances.job_bounds import TOKEN_LOG_PROBS, NoiseFloor
 from replay.verdict.findings import VerdictSettings, list_dtypes
+from replay.verdict.model_facts import ModelDifference, ModelDifferenceKind
 from replay.verdict.pass_weights import (
     explain_unfollowed_steps,
     infer_weights_after_steps,
@@ -122,3 +123,20 @@ def test_a_pass_that_no_step_of_the_job_took_is_said_to_be_replayed_last(is_in_s
         if is_in_step
         else "no step of the job took this pass, so it was replayed last, after 1 step; in the job after 0 steps"
     )
+
+
+def test_from_the_very_pass_on_in_which_the_job_trains_other_parameters_its_weights_are_in_doubt() -> None:
+    job = draw_gradients()
+    passes = []
+    for index, number in enumerate((3, 4, 5)):
+        [compared] = make_window([job], job, index=index)
+        recorded = replace(compared.recorded, forward_number=number)
+        passes.append(replace(compared, recorded=recorded, weight_comparison=WeightComparison(compared=("w",))))
+    difference = ModelDifference(
+        kind=ModelDifferenceKind.FROZEN, where="embed", job="trained from pass 5 on", replay="frozen", forward=4
+    )
+    settings = replace(note("AdamW")[0], model_differences=[difference])
+    doubts = [compared.weight_comparison.doubt or "" for compared in infer_weights_after_steps(passes, settings)]
+    told = "embed is trained from pass 5 on in the job, and the replay does not follow that"
+    assert [doubt.startswith(told) for doubt in doubts] == [False, True, True]
+    assert doubts[0] == ""
