@@ -241,6 +241,7 @@ def test_a_file_that_is_rewritten_while_it_is_read_is_no_mixture(
     others = itertools.cycle("cd")
     done = collect_home(home, on_progress=rewrite)
     assert done.nodes[0].unread == {"changing.bin": "it is rewritten again and again"}
+    assert not done.is_whole
     assert not home.exists()
 
 
