@@ -31,10 +31,11 @@ WARM = [
     "deepspeed --num_gpus=1 replay --shuffle-inputs --random-seed 123 --max-inputs 10",
     "deepspeed --num_gpus=1 replay --no-backward --max-inputs 5",
     "deepspeed --num_gpus=1 --module replay --quiet",
+    "torchrun replay --backend fsdp2 --tp 2 --max-inputs 2",
     "torchrun -m replay --max-inputs 2 --passes all --loss sft --step",
 ]
 # Two ranks are dealt twenty inputs, and a rollout pass comes first.
-OF_THE_SAMPLE = (COLD[0], COLD[1], WARM[0], WARM[-1])
+OF_THE_SAMPLE = (COLD[0], COLD[1], WARM[0], WARM[-2], WARM[-1])
 NUM_SHORT = 10
 
 
@@ -63,6 +64,10 @@ def test_the_command_succeeds_and_leaves_its_log(command: str, short_inputs: Pat
     if "--tp 2" in command:
         assert "needs 2 processes and 1 was started; starting them" in done.stderr
         assert log["world_size"] == 2
+    # Only of the sample the job's numbers are there; its other loss is not the job's.
+    if command in OF_THE_SAMPLE and "--loss" not in command:
+        assert log["verdict"]["outcome"] == "REPRODUCED"
+    assert log["verdict"]["outcome"] != "DIFFERS"
     assert "passes measured" in done.stdout
     assert "\x1b" not in done.stdout
 
