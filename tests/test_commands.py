@@ -32,10 +32,11 @@ WARM = [
     "deepspeed --num_gpus=1 replay --no-backward --max-inputs 5",
     "deepspeed --num_gpus=1 --module replay --quiet",
     "torchrun replay --backend fsdp2 --tp 2 --max-inputs 2",
+    "torchrun replay --backend fsdp2 --ring 2 --max-inputs 2",
     "torchrun -m replay --max-inputs 2 --passes all --loss sft --step",
 ]
 # Two ranks are dealt twenty inputs, and a rollout pass comes first.
-OF_THE_SAMPLE = (COLD[0], COLD[1], WARM[0], WARM[-2], WARM[-1])
+OF_THE_SAMPLE = (COLD[0], COLD[1], WARM[0], *WARM[-3:])
 NUM_SHORT = 10
 
 
