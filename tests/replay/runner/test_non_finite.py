@@ -13,10 +13,12 @@ from torch import Tensor, nn
 
 from actor_init.backends.protocol import open_backend
 from actor_init.spec import ActorSpec, Dtype
+from capture.file_format.actor_config import write_actor_config
 from replay.command_line.cli import main
 from replay.objective.objective import compute_negated_mean
 from replay.runner.non_finite import NOT_AGAIN, NonFiniteSearch, find_first_non_finite
-from tests.helpers.failing_inputs import folder_of
+from tests.helpers.failing_inputs import CONFIG, folder_of
+from tests.helpers.made_captures import write_pass
 from tests.helpers.made_records import record
 from tests.helpers.replaced_parts import replace_opening, replace_stand_in_loss
 
@@ -49,17 +51,17 @@ def spoil_gradient(module: nn.Module, _: Any, output: Any) -> None:
         tensor.register_hook(lambda gradient: gradient * torch.inf)
 
 
+def spoil_backend(backend: Any, spoil: Callable[[Any], Any]) -> Any:
+    spoil(backend.model)
+    return backend
+
+
 def replay_with_fault(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spoil: Callable[[Any], Any], *typed: str
 ) -> tuple[list[Any], Any]:
     """The lines of the log, and what run.json has found."""
 
-    def open_spoilt(*arguments: Any) -> Any:
-        backend = open_backend(*arguments)
-        spoil(backend.model)
-        return backend
-
-    replace_opening(monkeypatch, open_spoilt)
+    replace_opening(monkeypatch, lambda *arguments: spoil_backend(open_backend(*arguments), spoil))
     main(["--traceback", "--inputs", str(folder_of(tmp_path, LENGTHS)), "--log-folder", str(tmp_path / "logs"), *typed])
     [log] = (tmp_path / "logs").iterdir()
     lines = [json.loads(line) for line in (log / "rank0.jsonl").read_text().splitlines()]
@@ -113,6 +115,27 @@ def test_the_first_gradient_is_named_and_what_looks_for_it_leaves_no_gradient(
     assert found["what"].startswith(f"gradient of the output of {ATTENTION}")
     assert found["index"] == 1
     assert lines[2]["grad_norm"] == pytest.approx(clean[2]["grad_norm"])
+
+
+@pytest.mark.usefixtures("one_world")
+def test_what_is_not_finite_in_padding_is_not_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "inputs"
+    write_pass(folder, length=10, num_real=8)
+    write_actor_config(folder, CONFIG, "tiny")
+
+    def spoil_padding_and_a_token(module: nn.Module, _: Any, output: Tensor) -> Tensor:
+        spoilt = output.clone()
+        spoilt[0, 9], spoilt[1, 6] = torch.nan, torch.nan
+        return spoilt
+
+    def spoil(model: nn.Module) -> None:
+        model.get_submodule("transformer.ln_f").register_forward_hook(spoil_padding_and_a_token)
+
+    replace_opening(monkeypatch, lambda *arguments: spoil_backend(open_backend(*arguments), spoil))
+    main(["--inputs", str(folder), "--backend", "ddp", "--no-packing", "--log-folder", str(tmp_path / "logs")])
+    [log] = (tmp_path / "logs").iterdir()
+    found = json.loads((log / "run.json").read_text())["first_non_finite"]
+    assert found["what"] == "output of transformer.ln_f, row 1, token 6"
 
 
 @pytest.mark.usefixtures("one_world")
