@@ -354,6 +354,12 @@ def test_a_full_spool_deletes_its_oldest_pass_and_a_pass_that_is_put_again_count
     assert list_steps() == []
 
 
+def leave_as_a_dead_process(shared_memory: Path) -> Path:
+    """Copy the spool to where an earlier process with this process's number would have left it."""
+    [spool] = shared_memory.iterdir()
+    return Path(shutil.copytree(spool, shared_memory / (spool.name[:-8] + "00000000")))
+
+
 @pytest.mark.parametrize("has_position", [True, False])
 def test_what_a_dead_process_left_is_written_with_its_position_or_its_last_pass(
     has_position: bool, box: BlackBox, recording: Held, tmp_path: Path, shared_memory: Path
@@ -363,10 +369,7 @@ def test_what_a_dead_process_left_is_written_with_its_position_or_its_last_pass(
     for step in (3, 5):
         box.on_hold(encode(step))
     box.on_idle()
-    [spool] = shared_memory.iterdir()
-    # An earlier process with this process's number would have left it so.
-    copy = shared_memory / (spool.name[:-8] + "00000000")
-    shutil.copytree(spool, copy)
+    copy = leave_as_a_dead_process(shared_memory)
     if not has_position:
         (copy / "position").unlink()
     assert salvage(tmp_path / "run", check_retention()) == 2
@@ -383,8 +386,7 @@ def test_what_cannot_be_written_stays_in_memory_for_a_user_who_may(
 ) -> None:
     box.on_hold(encode(3))
     box.on_idle()
-    [spool] = shared_memory.iterdir()
-    shutil.copytree(spool, copy := shared_memory / (spool.name[:-8] + "00000000"))
+    copy = leave_as_a_dead_process(shared_memory)
     # As on a full disk.
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))

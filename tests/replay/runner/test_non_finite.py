@@ -51,22 +51,30 @@ def spoil_gradient(module: nn.Module, _: Any, output: Any) -> None:
         tensor.register_hook(lambda gradient: gradient * torch.inf)
 
 
-def spoil_backend(backend: Any, spoil: Callable[[Any], Any]) -> Any:
-    spoil(backend.model)
-    return backend
+def replay_spoilt(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spoil: Callable[[Any], Any], *typed: str
+) -> tuple[list[Any], Any]:
+    """Replay the inputs of a folder; return the lines of the log, and what run.json has found."""
+
+    def open_spoilt(*arguments: Any) -> Any:
+        backend = open_backend(*arguments)
+        spoil(backend.model)
+        return backend
+
+    replace_opening(monkeypatch, open_spoilt)
+    main(["--traceback", "--inputs", str(folder), "--log-folder", str(tmp_path / "logs"), *typed])
+    [log] = (tmp_path / "logs").iterdir()
+    lines = [json.loads(line) for line in (log / "rank0.jsonl").read_text().splitlines()]
+    return lines, json.loads((log / "run.json").read_text())["first_non_finite"]
 
 
 def replay_with_fault(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spoil: Callable[[Any], Any], *typed: str
 ) -> tuple[list[Any], Any]:
-    """The lines of the log, and what run.json has found."""
-
-    replace_opening(monkeypatch, lambda *arguments: spoil_backend(open_backend(*arguments), spoil))
-    main(["--traceback", "--inputs", str(folder_of(tmp_path, LENGTHS)), "--log-folder", str(tmp_path / "logs"), *typed])
-    [log] = (tmp_path / "logs").iterdir()
-    lines = [json.loads(line) for line in (log / "rank0.jsonl").read_text().splitlines()]
+    """Replay three inputs as `replay_spoilt` does."""
+    lines, found = replay_spoilt(folder_of(tmp_path, LENGTHS), tmp_path, monkeypatch, spoil, *typed)
     assert [line["index"] for line in lines] == [0, 1, 2]
-    return lines, json.loads((log / "run.json").read_text())["first_non_finite"]
+    return lines, found
 
 
 @pytest.mark.slow
@@ -131,10 +139,7 @@ def test_what_is_not_finite_in_padding_is_not_named(tmp_path: Path, monkeypatch:
     def spoil(model: nn.Module) -> None:
         model.get_submodule("transformer.ln_f").register_forward_hook(spoil_padding_and_a_token)
 
-    replace_opening(monkeypatch, lambda *arguments: spoil_backend(open_backend(*arguments), spoil))
-    main(["--inputs", str(folder), "--backend", "ddp", "--no-packing", "--log-folder", str(tmp_path / "logs")])
-    [log] = (tmp_path / "logs").iterdir()
-    found = json.loads((log / "run.json").read_text())["first_non_finite"]
+    _, found = replay_spoilt(folder, tmp_path, monkeypatch, spoil, "--backend", "ddp", "--no-packing")
     assert found["what"] == "output of transformer.ln_f, row 1, token 6"
 
 
