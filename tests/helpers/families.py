@@ -8,9 +8,12 @@ import inspect
 from typing import Any
 
 import torch
+import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+# Of transformers, as (5, 23): families and what they can do differ between releases.
+RELEASE = tuple(map(int, transformers.__version__.split(".")[:2]))
 VOCABULARY = 128
 WINDOW = 6
 COMMON: dict[str, Any] = {

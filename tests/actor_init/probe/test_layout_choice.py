@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from transformers import Gemma3TextConfig, LlamaConfig, PretrainedConfig
 
 from actor_init.action_log_probs import action_log_probs
@@ -33,11 +32,10 @@ from actor_init.world import World
 from capture.file_format.micro_batch import MicroBatch, Origin
 from tests.helpers.commands import run
 from tests.helpers.each_alone import BOUND, EachAlone
-from tests.helpers.families import tiny_config, tiny_model
+from tests.helpers.families import RELEASE, tiny_config, tiny_model
 from tests.helpers.ranks import run_ranks
 from tests.helpers.thread_ranks import CPU, call_on_ranks
 
-RELEASE = tuple(map(int, transformers.__version__.split(".")[:2]))
 PACKED = Layout(packs=True)
 MASKED = Layout(packs=True, borders=DocumentBorders.MASK)
 DECIDED: dict[str, Layout] = {

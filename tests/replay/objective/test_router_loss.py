@@ -7,7 +7,6 @@ from typing import Any, cast
 import pytest
 import torch
 import torch.nn.functional as F
-import transformers
 from safetensors.torch import save_file
 from transformers import MixtralConfig, MixtralForCausalLM
 
@@ -23,9 +22,8 @@ from replay.objective.router_loss import (
     computes_router_loss,
     find_router_loss,
 )
-from tests.helpers.families import tiny_config, tiny_model
+from tests.helpers.families import RELEASE, tiny_config, tiny_model
 
-RELEASE = tuple(map(int, transformers.__version__.split(".")[:2]))
 SIZES: dict[str, Any] = {
     "vocab_size": 64,
     "hidden_size": 32,
