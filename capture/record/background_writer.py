@@ -126,9 +126,10 @@ class BackgroundWriter(Generic[ItemT]):
         self._is_handling_pass = False
         self._is_closing = False
         self._has_warned_of_full_queue = False
-        # The lock of a Condition is re-entrant (an RLock). That is needed: a signal's handler may interrupt the job's
+        # The lock is re-entrant. That is needed: a signal's handler may interrupt the job's
         # thread while it holds the lock, and queue an item itself.
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
         self._thread = threading.Thread(target=self._run, name="capture-writer", daemon=True)
         self._thread.start()
 
@@ -139,7 +140,7 @@ class BackgroundWriter(Generic[ItemT]):
 
     def queue_pass(self, item: ItemT, num_bytes: int) -> bool:
         """Queue a pass, or drop it, without waiting. Returns whether it was queued."""
-        with self._changed:
+        with self._lock:
             # A pass larger than the queue may wait alone.
             num_bytes_then = self._num_queued_bytes + num_bytes
             has_room_for_bytes = not self._num_queued_bytes or num_bytes_then <= self._max_queued_bytes

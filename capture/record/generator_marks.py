@@ -6,7 +6,6 @@ A mark is short and stands for a whole state: two states with one mark are equal
 
 import hashlib
 import struct
-from collections import Counter
 from collections.abc import Mapping
 from functools import cache
 from typing import NamedTuple
@@ -18,13 +17,9 @@ from capture.file_format.tensor_codec import RandomStates, view_bytes
 
 # By the type of the generator's device, as in `RandomStates`.
 GeneratorMarks = Mapping[str, bytes]
-# Whether autograd is on in a pass, and whether the model is in training mode.
-PassKind = tuple[bool, bool]
 CPU, CUDA = "cpu", "cuda"
 # So many numbers are drawn at most to count those of a forward; it takes a tenth of a second.
 MAX_COUNTED = 20_000
-# So many forwards in a row that drew nothing from the CPU's generator tell that the next one will not either.
-NUM_QUIET = 8
 _NUM_DIGEST_BYTES = 8
 # The state of a CUDA device's generator, as torch.Generator.get_state has it: the seed and the offset.
 CUDA_STATE = struct.Struct("<Qq")
@@ -46,68 +41,21 @@ class GeneratorSnapshot(NamedTuple):
         return marks
 
 
-def take_generator_snapshot(
-    cuda_device: torch.device | None = None, cpu_state: Tensor | None = None
-) -> GeneratorSnapshot:
-    """Take the states of the CPU's generator and a CUDA device's, without waiting for that: its state is on the host.
+def take_generator_snapshot(cuda_device: torch.device | None = None) -> GeneratorSnapshot:
+    """Take the states of the CPU's generator and a CUDA device's, without waiting for that."""
+    return GeneratorSnapshot(cpu=torch.default_generator.get_state(), cuda=read_cuda_state(cuda_device))
+
+
+def read_cuda_state(device: torch.device | None) -> bytes | None:
+    """Read the state of a CUDA device's generator, which is on the host; None without a device.
 
     The functions of torch that do the same go through several others first. And torch.Generator.get_state makes a
     tensor, which takes 0.03 ms where the job's caches hold other things (H200); seed and offset take 0.01.
-
-    cpu_state  the state of the CPU's generator, if it is known
     """
-    cuda = None
-    if cuda_device is not None:
-        index = torch.cuda.current_device() if cuda_device.index is None else cuda_device.index
-        generator = torch.cuda.default_generators[index]
-        cuda = CUDA_STATE.pack(generator.initial_seed(), generator.get_offset())
-    return GeneratorSnapshot(cpu=torch.default_generator.get_state() if cpu_state is None else cpu_state, cuda=cuda)
-
-
-class CpuStateFollower:
-    """Knows the state of the CPU's generator where a pass on a GPU begins, mostly without reading it there.
-
-    To read its 5 kB takes 0.3 ms there (H200), while the device stands idle: the job has just let go of the graph of
-    its last pass, and malloc first tidies up what was freed. So where the last NUM_QUIET forwards of a kind drew
-    nothing from it, as a GPU's forward hardly ever does, the state is read where the pass ends alone. It is that of the
-    beginning then, unless just this forward is the first of its kind to draw: what it drew is not known, and no end is
-    recorded. If the state has changed since the end of the pass before, the next passes of all kinds are read at both
-    ends again.
-    """
-
-    def __init__(self) -> None:
-        # By the kind of pass.
-        self._num_quiet: Counter[PassKind] = Counter()
-        self._kind: PassKind = False, False
-        self._may_wait = False
-        self._state_at_begin: Tensor | None = None
-        self._state_at_end: Tensor | None = None
-        self._was_read = True
-
-    def begin(self, kind: PassKind, *, may_wait: bool) -> Tensor | None:
-        """Begin a pass. Returns the state as far as it is known; None if it has to be read.
-
-        may_wait  the pass is on a GPU, and `end` will be called unless it fails
-        """
-        self._kind, self._may_wait = kind, may_wait
-        self._was_read = not may_wait or self._num_quiet[kind] < NUM_QUIET
-        return None if self._was_read else self._state_at_end
-
-    def note_begin(self, state: Tensor) -> None:
-        """Note the state that the pass was recorded with."""
-        self._state_at_begin = state
-
-    def end(self, state: Tensor) -> Tensor | None:
-        """End a pass with this state. Returns the state that it began with, if it was recorded with another one."""
-        if not self._may_wait:
-            return None
-        is_same = self._state_at_begin is not None and torch.equal(state, self._state_at_begin)
-        if is_same:
-            self._num_quiet[self._kind] += 1
-        else:
-            self._num_quiet.clear()
-        self._state_at_begin, self._state_at_end = None, state
-        return None if is_same or self._was_read else state
+    if device is None:
+        return None
+    generator = torch.cuda.default_generators[torch.cuda.current_device() if device.index is None else device.index]
+    return CUDA_STATE.pack(generator.initial_seed(), generator.get_offset())
 
 
 def mark_state(state: bytes) -> bytes:

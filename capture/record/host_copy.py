@@ -46,6 +46,8 @@ class HostMemory:
 
     is_pinned  a copy from CUDA leaves the host free to go on
     events     by number of the device
+    places     contiguous tensors in the memory, by dtype, shape and their first byte: a pass often has the shapes of an
+               earlier one
     """
 
     def __init__(self, num_bytes: int, *, is_pinned: bool) -> None:
@@ -55,20 +57,16 @@ class HostMemory:
         # What is made in inference mode can only be written to in inference mode.
         with torch.inference_mode(False):
             self._bytes = torch.empty(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=is_pinned)
-        # A pass often has the shapes of an earlier one.
-        self._places: dict[tuple[torch.dtype, torch.Size, int], Tensor] = {}
+        self.places: dict[tuple[torch.dtype, torch.Size, int], Tensor] = {}
 
-    def copy(self, tensor: Tensor, begin: int) -> Tensor:
-        """Begin to copy a contiguous tensor to the byte `begin`, and return the copy."""
-        key = tensor.dtype, tensor.shape, begin
-        place = self._places.get(key)
-        if place is None:
-            if len(self._places) >= _MAX_PLACES:
-                self._places.clear()
-            with torch.inference_mode(False):
-                place = self._bytes[begin : begin + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-            self._places[key] = place
-        return place.copy_(tensor, non_blocking=self.is_pinned)
+    def make_place(self, tensor: Tensor, begin: int) -> Tensor:
+        """Make the place of a tensor like this one at the byte `begin`."""
+        if len(self.places) >= _MAX_PLACES:
+            self.places.clear()
+        with torch.inference_mode(False):
+            place = self._bytes[begin : begin + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        self.places[tensor.dtype, tensor.shape, begin] = place
+        return place
 
 
 class ArgumentCopies(NamedTuple):
@@ -103,9 +101,9 @@ class ArgumentCopier:
 
     def copy(self, tensors: Mapping[str, Tensor]) -> ArgumentCopies:
         """Begin copies that later changes of the tensors do not reach."""
-        num_bytes, places, devices = 0, {}, set()
+        num_bytes, begins, devices = 0, {}, set()
         for name, tensor in tensors.items():
-            places[name] = num_bytes
+            begins[name] = num_bytes
             num_bytes += tensor.nbytes + -tensor.nbytes % _ALIGNMENT
             if tensor.is_cuda:
                 devices.add(tensor.get_device())
@@ -114,7 +112,10 @@ class ArgumentCopier:
         for name, tensor in tensors.items():
             tensor = tensor.detach() if tensor.requires_grad else tensor
             if memory is not None and tensor.is_contiguous():
-                copies[name] = memory.copy(tensor, places[name])
+                place = memory.places.get((tensor.dtype, tensor.shape, begins[name]))
+                if place is None:
+                    place = memory.make_place(tensor, begins[name])
+                copies[name] = place.copy_(tensor, non_blocking=memory.is_pinned)
             else:
                 copies[name] = _copy_to_host(tensor)
         events = []

@@ -19,6 +19,23 @@ from capture.file_format.micro_batch import CaptureError
 from capture.record.parameter_sampler import list_frozen_names, list_parameter_names
 
 LIGER = "liger_kernel"
+# Variables that change numbers. None of them holds a secret or a path.
+ENVIRONMENT_NAMES = (
+    "ACCELERATE_MIXED_PRECISION",
+    "CUBLAS_WORKSPACE_CONFIG",
+    "CUDA_LAUNCH_BLOCKING",
+    "FLASH_ATTENTION_DETERMINISTIC",
+    "MKL_CBWR",
+    "MKL_NUM_THREADS",
+    "NCCL_ALGO",
+    "NCCL_NVLS_ENABLE",
+    "NCCL_PROTO",
+    "NVIDIA_TF32_OVERRIDE",
+    "OMP_NUM_THREADS",
+    "PYTHONHASHSEED",
+    "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
+)
+_MAX_VALUE_LENGTH = 100
 _HAS_DISTRIBUTED = torch.distributed.is_available()
 
 
@@ -123,6 +140,18 @@ def read_rank_and_world_size() -> tuple[int, int]:
     if is_in_process_group():
         return torch.distributed.get_rank(), torch.distributed.get_world_size()
     return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def read_environment() -> dict[str, str]:
+    """Return settings that change numbers: allow-listed variables that are set, and torch's own."""
+    variables = {name: os.environ[name][:_MAX_VALUE_LENGTH] for name in ENVIRONMENT_NAMES if name in os.environ}
+    return variables | {
+        "torch.deterministic_algorithms": str(torch.are_deterministic_algorithms_enabled()),
+        "torch.float32_matmul_precision": torch.get_float32_matmul_precision(),
+        "torch.num_threads": str(torch.get_num_threads()),
+        "torch.cudnn.deterministic": str(torch.backends.cudnn.deterministic),
+        "torch.cudnn.benchmark": str(torch.backends.cudnn.benchmark),
+    }
 
 
 def read_versions() -> dict[str, str]:

@@ -20,13 +20,14 @@ from capture.file_format.micro_batch import CaptureError
 from capture.file_format.model_facts import write_model_facts
 from capture.file_format.optimizer_step import OptimizerStep, merge_steps
 from capture.file_format.safe_unpickler import copy_plain
-from capture.file_format.tensor_codec import encode_tensor, view_bytes
+from capture.file_format.tensor_codec import encode_tensor
 from capture.record.background_writer import warn
+from capture.record.job_facts import read_environment
 from capture.record.model_facts import RawModelFacts
 from capture.record.observer import RecordingObserver
+from capture.record.pass_outputs import summarise_outputs
 from capture.record.rank_writer import RankWriter, open_rank_writer
 from capture.record.retention import RetentionSettings
-from capture.record.rng_and_outputs import read_environment, summarise_outputs
 from capture.record.snapshot import WITH_MASK_OF_PAIRS, PassNotes, PassOutputs, PassSnapshot, RecordingOpened
 from capture.record.step_window import StepPart
 
@@ -268,10 +269,11 @@ class PassStore:
                 encoded.body["weights"] = end.weights.to_parameter_samples().to_json()
             if end.training is not None:
                 encoded.body["training"] = copy_plain(end.training)
-            if end.cpu_state_before is not None:
-                # The state has changed since the pass before, in this forward or before it, and nothing tells which. So
+            if end.host_states is not None:
+                # A state has changed since the pass before, in this forward or before it, and nothing tells which. So
                 # no end is kept: an end equal to the beginning would say that the forward drew nothing.
-                encoded.body["random"]["torch"]["cpu"] = bytes(view_bytes(end.cpu_state_before))
+                states, earlier = end.host_states.to_plain(), encoded.body["random"]
+                encoded.body["random"] = {**states, "torch": {**earlier["torch"], **states["torch"]}}
             elif pass_outputs.random_after is not None:
                 encoded.body["random_after"] = pass_outputs.random_after.to_marks()
             if pass_outputs.routes:

@@ -26,15 +26,15 @@ from capture.record.job_facts import is_in_process_group, prepare_folder, read_r
 from capture.record.logit_gradient import watch_logits
 from capture.record.observer import JobPosition, RecordingObserver, TrainingPhase
 from capture.record.optimizer_hooks import OptimizerHooks, OtherRule
-from capture.record.pass_store import PassStore, RecordingEnded, SkippedPasses, WriterItem
-from capture.record.recording_id import choose_recording_id
-from capture.record.retention import PassSelector, RetentionSettings
-from capture.record.rng_and_outputs import (
+from capture.record.pass_outputs import (
     describe_loss_function,
     describe_outputs,
     find_outputs,
     sort_noted_values,
 )
+from capture.record.pass_store import PassStore, RecordingEnded, SkippedPasses, WriterItem
+from capture.record.recording_id import choose_recording_id
+from capture.record.retention import PassSelector, RetentionSettings
 from capture.record.route_recorder import RouteRecorder
 from capture.record.snapshot import PassEnd, PassNotes, PassOutputs, RecordingClock, RecordingOpened, SnapshotMaker
 from capture.record.step_window import StepPart, StepWindow
@@ -138,6 +138,8 @@ class Recorder:
         self._unseen_after: int | None = None
         self._process_id = os.getpid()
         self._has_pair_masks = False
+        # The running pass, as long as the window of optimizer steps does not know of it.
+        self._pass_for_window: int | None = None
         self._last_queued_forward: int | None = None
         self._next_notes: PassNotes | None = None
         self._selector = PassSelector(retention)
@@ -429,6 +431,7 @@ class Recorder:
         if self.failure is not None:
             return
         try:
+            self._add_pass_to_window()
             self._update_rank()
             if error is not None:
                 self._end_failed_pass(error)
@@ -443,6 +446,11 @@ class Recorder:
         with suppress(Exception):
             self._writer.wake(self._copy_outputs(None, self._maker.end_pass()))
         self._observer.on_error(error, "forward")
+
+    def _add_pass_to_window(self) -> None:
+        forward, self._pass_for_window = self._pass_for_window, None
+        if forward is not None:
+            self._update_window(lambda window: window.begin_pass(forward))
 
     def _update_rank(self) -> None:
         """Read the rank again: a job may join a process group after the recording was opened, or leave it."""
@@ -463,10 +471,13 @@ class Recorder:
             self._store.recording_id = choose_recording_id(
                 self.opened, self.folder, rank=self.rank, world_size=self.world_size
             )
+            self._maker.choose_where_to_sample()
         rank, world_size = self.rank, self.world_size
         forward, trains = self.num_seen - 1, torch.is_grad_enabled()
-        if trains:
-            self._update_window(lambda window: window.begin_pass(forward))
+        # While a pass begins, a device may stand idle until it gets its first work.
+        self._pass_for_window = forward if trains else None
+        if not self._maker.samples_at_end:
+            self._add_pass_to_window()
         if not self._selector.select(forward=forward, rank=rank, trains=trains) or self._store.is_full:
             self._num_not_selected += 1
             return

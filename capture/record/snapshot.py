@@ -17,7 +17,7 @@ from capture.file_format.tensor_codec import Output, TrainingMode, can_encode
 from capture.record.background_writer import warn
 from capture.record.call_arguments import find_forward_signature, sort_arguments
 from capture.record.engine_gradients import read_engine_loss_scale
-from capture.record.generator_marks import CpuStateFollower, GeneratorSnapshot, PassKind, take_generator_snapshot
+from capture.record.generator_marks import GeneratorSnapshot, read_cuda_state, take_generator_snapshot
 from capture.record.host_copy import ArgumentCopier, ArgumentCopies, copy_to_host, is_capturing_graph
 from capture.record.job_facts import (
     ModelDevices,
@@ -33,7 +33,8 @@ from capture.record.model_facts import RawModelFacts
 from capture.record.model_facts_taker import ModelFactsTaker
 from capture.record.pair_masks import PairMask, read_pair_mask
 from capture.record.parameter_sampler import ParameterSampler, RawSamples
-from capture.record.rng_and_outputs import RandomSnapshot, compute_token_log_probs, find_logits, take_random_snapshot
+from capture.record.pass_outputs import compute_token_log_probs, find_logits
+from capture.record.random_states import HostStateFollower, HostStates, PassKind, RandomSnapshot
 from capture.record.step_window import StepWindow
 from capture.record.training_mode import TrainingModeReader
 from capture.record.wrapper_facts import GradientSyncReader
@@ -162,18 +163,18 @@ class PassEnd:
     weights      samples of the weights; None if they were taken where the pass began
     training     which parts of the model train; None if that is what its snapshot has
     model_facts  what the model is, if it trains other parameters than before
-    cpu_state_before  the state of the CPU's generator where the pass began; None if that is what its snapshot has
+    host_states  those of the host's generators where the pass began; None if they are what its snapshot has
     """
 
     settings: Mapping[str, str] = field(default_factory=dict)
     weights: RawSamples | None = None
     training: TrainingMode | None = None
     model_facts: RawModelFacts | None = None
-    cpu_state_before: Tensor | None = None
+    host_states: HostStates | None = None
 
     @property
     def is_empty(self) -> bool:
-        values = self.weights, self.training, self.model_facts, self.cpu_state_before
+        values = self.weights, self.training, self.model_facts, self.host_states
         return not self.settings and all(value is None for value in values)
 
 
@@ -243,8 +244,10 @@ class RecordingClock:
 class SnapshotMaker:
     """Makes a `PassSnapshot` of each call of `model`; with `reproduce` one that holds what it takes to run it again.
 
-    names   the forward's names of arguments to those that a capture gives them
-    window  follows the optimizer's steps, with `reproduce`
+    names           the forward's names of arguments to those that a capture gives them
+    window          follows the optimizer's steps, with `reproduce`
+    samples_at_end  whether weights are sampled where a pass ends, which is better than where it begins: there a device
+                    may stand idle until it gets its first work. `choose_where_to_sample` finds out
     """
 
     def __init__(
@@ -266,19 +269,18 @@ class SnapshotMaker:
         # The device of the running pass, if it has a generator, and whether the states at its end are kept.
         self._cuda_device: torch.device | None = None
         self._keeps_random_after = False
-        self._cpu_states = CpuStateFollower()
-        # The state of the CPU's generator where the running pass began, if its end tells another one.
-        self._cpu_state_before: Tensor | None = None
+        self._host_states = HostStateFollower()
+        # Those of the host's generators where the running pass began, if its end tells other ones.
+        self._host_states_before: HostStates | None = None
         self._sampler = ParameterSampler(model) if reproduce else None
         self._facts_taker = ModelFactsTaker(model) if reproduce else None
         self._gradient_sync = GradientSyncReader(model) if reproduce else None
         self.window = None if self._sampler is None else StepWindow(self._sampler)
         self._ids_BS: Tensor | None = None
         self.has_labels = False
-        # Whether the running pass is the first one after an optimizer step; None if its weights
-        # are not sampled at its end.
-        self._begins_window: bool | None = None
-        # The number of the running pass, if it trains and is recorded.
+        self.samples_at_end = False
+        # Whether the running pass is recorded, and its number if it also trains.
+        self._is_recorded = False
         self._training_pass: int | None = None
         self._keeps_log_probs = reproduce
         self._vocabulary_sizes = {
@@ -315,7 +317,7 @@ class SnapshotMaker:
             if (pair_mask := self._read_pair_mask(to_copy.pop(_MASK))) is None:
                 return WITH_MASK_OF_PAIRS
             to_copy[_PAIRS] = pair_mask.first_seen_BS
-        weights = self._sample_weights_before(trains)
+        weights = None if self.samples_at_end else self._sample_weights(trains)
         device = self._devices.find(arguments.tensors)
         settings = self._read_settings(device, trains) if self._reproduce else ()
         self.has_labels = "labels" in to_copy or SHIFT_LABELS in to_copy
@@ -326,7 +328,7 @@ class SnapshotMaker:
             pair_mask = pair_mask.on_host(copies.tensors.pop(_PAIRS))
         if weights is not None:
             weights = replace(weights, values=copies.tensors.pop(_SAMPLES))
-        self._training_pass = forward if trains else None
+        self._is_recorded, self._training_pass = True, forward if trains else None
         # Of a model on several devices one generator alone would be recorded, and tell of a part of the masks.
         self._cuda_device = device.device if device.type == "cuda" else None
         training = None if self._training_mode is None else self._training_mode.expect()
@@ -375,25 +377,24 @@ class SnapshotMaker:
 
     def end_pass(self) -> PassEnd:
         """Read what is left for the end of the latest pass."""
-        begins_window, self._begins_window = self._begins_window, None
+        is_recorded, self._is_recorded = self._is_recorded, False
         taker, training_pass, self._training_pass = self._facts_taker, self._training_pass, None
         facts = None if taker is None or training_pass is None else taker.take_change(training_pass)
         if facts is not None and self._sampler is not None:
             self._sampler.count_frozen()
-        cpu_state_before, self._cpu_state_before = self._cpu_state_before, None
+        host_states, self._host_states_before = self._host_states_before, None
         return PassEnd(
-            cpu_state_before=cpu_state_before,
+            host_states=host_states,
             settings={} if self._compute_dtype is None else self._compute_dtype.end(),
-            weights=None if begins_window is None else self._sample_weights(begins_window),
+            weights=self._sample_weights(training_pass is not None) if is_recorded and self.samples_at_end else None,
             training=None if self._training_mode is None else self._training_mode.correct(),
             model_facts=facts,
         )
 
     def _take_random_before(self, kind: PassKind) -> RandomSnapshot:
         may_wait = self._cuda_device is not None and self._keeps_random_after
-        snapshot = take_random_snapshot(self._cuda_device, self._cpu_states.begin(kind, may_wait=may_wait))
-        self._cpu_states.note_begin(snapshot.torch.cpu)
-        return snapshot
+        host_states = self._host_states.begin(kind, may_wait=may_wait)
+        return RandomSnapshot(host_states, read_cuda_state(self._cuda_device))
 
     def take_random_after(self) -> GeneratorSnapshot | None:
         """Take the states of torch's generators where the forward of the latest pass ends.
@@ -405,7 +406,7 @@ class SnapshotMaker:
         if not keeps_states:
             return None
         after = take_generator_snapshot(self._cuda_device)
-        self._cpu_state_before = self._cpu_states.end(after.cpu)
+        self._host_states_before = self._host_states.end(after.cpu)
         return after
 
     def take_logits(self, output: Any) -> PassLogits | None:
@@ -427,27 +428,17 @@ class SnapshotMaker:
             warn(f"capture: no log-probs of tokens are kept from here on: {type(error).__name__}: {error}")
             return None
 
-    def _sample_weights_before(self, trains: bool) -> RawSamples | None:
-        """Take samples of the weights of a pass that begins, unless they are the same at its end.
+    def choose_where_to_sample(self) -> None:
+        self.samples_at_end = self._sampler is not None and self._sampler.is_same_after_forward
 
-        The end is better: while a pass begins, a device may stand idle until it gets its first work.
-        """
-        self._begins_window = None
-        if self._sampler is None:
-            return None
-        begins_window = trains and self.window is not None and self.window.keep_pass()
-        if self._sampler.is_same_after_forward:
-            self._begins_window = begins_window
-            return None
-        return self._sample_weights(begins_window)
-
-    def _sample_weights(self, begins_window: bool) -> RawSamples | None:
-        """Take samples of the weights, on their device.
+    def _sample_weights(self, trains: bool) -> RawSamples | None:
+        """Take samples of the weights of a recorded pass, on their device.
 
         A failure is one warning, and the end of samples; the pass is still recorded.
         """
         if self._sampler is None:
             return None
+        begins_window = trains and self.window is not None and self.window.keep_pass()
         try:
             return self._sampler.sample_weights(begins_window=begins_window)
         except Exception as error:

@@ -14,9 +14,8 @@ from actor_init.world import World
 from capture.black_box.incidents import Incident, read_incidents
 from capture.file_format.actor_config import read_adapter_configs
 from capture.file_format.micro_batch import CaptureError
-from capture.record.job_facts import read_device_name
+from capture.record.job_facts import read_device_name, read_environment
 from capture.record.job_facts import read_versions as loaded_versions
-from capture.record.rng_and_outputs import read_environment
 from replay.options.option_parsing import describe_error, spec_from_dict
 from replay.options.resolved import ChosenBy, ResolvedReplay
 from replay.output.text import Pairs, join_lines, pluralise

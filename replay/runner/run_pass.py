@@ -38,7 +38,7 @@ from actor_init.world import World
 from capture.facts import Setting
 from capture.file_format.micro_batch import CaptureError, MicroBatch
 from capture.file_format.tensor_codec import RandomStates
-from capture.record.rng_and_outputs import restore_random_states
+from capture.record.random_states import restore_random_states
 from replay.objective.router_loss import RouterLossTerm
 from replay.runlog.records import CostSection
 from replay.runner.meter import Meter

@@ -167,6 +167,28 @@ def test_a_step_that_is_given_its_pass_as_a_closure_has_that_pass(given: str, tm
     assert losses == [call.outputs["loss"] for call in read_calls(tmp_path)]
 
 
+@pytest.mark.parametrize(("error", "passes"), [(KeyboardInterrupt, (0, 2)), (ValueError, (0, 1, 2))])
+def test_a_forward_that_never_ended_is_no_pass_of_its_step(
+    error: type[BaseException], passes: tuple[int, ...], tmp_path: Path
+) -> None:
+    """In a notebook a job goes on after an interrupt. torch calls a hook at the end of a forward that fails alone."""
+    model = Model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def fail(module: nn.Module, args: Any) -> None:
+        raise error
+
+    with recording(model, tmp_path, reproduce=True):
+        compute_loss(model).backward()
+        hook = model.register_forward_pre_hook(fail)
+        with pytest.raises(error):
+            compute_loss(model)
+        hook.remove()
+        compute_loss(model).backward()
+        optimizer.step()
+    assert [(step.number, step.passes) for step in read_steps(tmp_path)] == [(0, passes)]
+
+
 def test_a_recording_that_a_closure_opens_is_told_of_its_step(tmp_path: Path) -> None:
     """As under `capture run`, which opens it in the first pass."""
     model = Model()

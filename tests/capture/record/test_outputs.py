@@ -6,12 +6,11 @@ from typing import Any
 import pytest
 import torch
 
-from capture.record.rng_and_outputs import (
-    ENVIRONMENT_NAMES,
+from capture.record.job_facts import ENVIRONMENT_NAMES, read_environment
+from capture.record.pass_outputs import (
     describe_outputs,
     find_logits,
     find_outputs,
-    read_environment,
     sort_noted_values,
     summarise_outputs,
 )

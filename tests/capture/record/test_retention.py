@@ -23,9 +23,9 @@ from capture.black_box.flight_recorder import find_dead_spools
 from capture.black_box.incidents import read_incidents, scrub
 from capture.file_format.capture_file import read_call
 from capture.file_format.manifest import check_folder
+from capture.record.random_states import restore_random_states
 from capture.record.rank_writer import MANIFEST_BYTES_PER_FILE
 from capture.record.retention import RetentionSettings, check_retention
-from capture.record.rng_and_outputs import restore_random_states, take_random_snapshot
 from tests.helpers.small_jobs import TinyModel, steps_in
 
 IDS_BS = torch.tensor([[0, 5, 9, 7], [3, 3, 0, 0]])
@@ -332,26 +332,6 @@ def test_a_limit_in_seconds_holds_from_the_first_step() -> None:
     now[0] += 2.0
     assert watch.pop_slow_step() == (0, "61 s and more; the limit is 60 s")
     assert watch.pop_slow_step() is None
-
-
-def test_a_snapshot_of_random_states_is_right_after_each_use_of_a_generator() -> None:
-    """A state is taken again only after a use; a normal number that NumPy keeps leaves no other trace."""
-    numpy = pytest.importorskip("numpy")
-    numpy_before = numpy.random.get_state()
-    # Each draw makes two numbers, and keeps the second for the next draw.
-    kept_normals = (random.gauss, numpy.random.standard_normal)
-    seeded = (lambda: (random.seed(3), numpy.random.seed(3)), lambda: (random.random(), numpy.random.rand(2)))
-    again = (seeded[0], lambda: (random.gauss(), numpy.random.randn()))
-    uses = (random.random, numpy.random.rand, *kept_normals, *kept_normals, lambda: None)
-    for use in (*uses, lambda: numpy.random.set_state(numpy_before), *seeded, *again, lambda: None):
-        use()
-        taken = take_random_snapshot()
-        assert taken.python == random.getstate()
-        name, keys, *rest = numpy.random.get_state()
-        assert taken.numpy is not None
-        kept = taken.numpy["state"]["pos"], taken.numpy["has_gauss"], taken.numpy["gauss"]
-        assert (taken.numpy["bit_generator"], list(taken.numpy["state"]["key"]), *kept) == (name, list(keys), *rest)
-        assert take_random_snapshot().numpy is taken.numpy or taken.numpy["has_gauss"]
 
 
 def test_a_generator_that_is_not_numpys_own_is_left_out(tmp_path: Path) -> None:

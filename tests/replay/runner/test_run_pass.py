@@ -20,7 +20,7 @@ from actor_init.inputs.packing import ActorInputs, prepare_inputs
 from actor_init.schedule_and_norm import StepSettings
 from capture import capture_files, read_micro_batch
 from capture.file_format.tensor_codec import RandomStates
-from capture.record.rng_and_outputs import take_random_snapshot
+from capture.record.random_states import read_host_states
 from replay.options.spec import find_sample_folder
 from replay.runlog.records import CostSection
 from replay.runner.observers import LossCheck
@@ -525,7 +525,7 @@ def test_random_states_are_those_given_and_the_same_pass_draws_the_same(events: 
     """A pass without states leaves the generators as they are."""
     backend = DrawingBackend(events)
     torch.manual_seed(5)
-    states = take_random_snapshot().to_plain()
+    states = read_host_states().to_plain()
     first, second = torch.rand(2).tolist()
     for random_states in (states, states, RandomStates()):
         run_pass(cast(Any, backend), replace(inputs, random_states=random_states))

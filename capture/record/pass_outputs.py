@@ -1,15 +1,8 @@
-"""Take a pass's random states, outputs and settings that change numbers, which a replay needs beside its arguments.
+"""Find what a pass puts out: its loss, rows of numbers, and the log-probs of a few of its tokens.
 
-The job's thread only takes snapshots; the writer's thread turns them into plain data. NumPy's generator is taken if the
-job has loaded NumPy, which is never imported here.
+The job's thread only starts copies of it; the writer's thread turns them into plain data.
 """
 
-import _random
-import ctypes
-import os
-import random
-import struct
-import sys
 import zlib
 from collections import OrderedDict
 from collections.abc import Collection, Mapping
@@ -20,8 +13,7 @@ from torch import Tensor
 
 from capture.file_format.optimizer_step import choose_sampled_tokens
 from capture.file_format.safe_unpickler import type_name
-from capture.file_format.tensor_codec import Output, RandomStates, can_encode, view_bytes
-from capture.record.generator_marks import GeneratorSnapshot, take_generator_snapshot
+from capture.file_format.tensor_codec import Output, can_encode, view_bytes
 
 # So many logits are computed with at once on the CPU: as many as its cache holds.
 _CPU_ELEMENTS = 2**18
@@ -29,27 +21,6 @@ _CPU_ELEMENTS = 2**18
 _MAX_SHAPES_REMEMBERED = 64
 _positions: "OrderedDict[tuple[int, int, torch.device], SampledPositions]" = OrderedDict()
 
-# Variables that change numbers. None of them holds a secret or a path.
-ENVIRONMENT_NAMES = (
-    "ACCELERATE_MIXED_PRECISION",
-    "CUBLAS_WORKSPACE_CONFIG",
-    "CUDA_LAUNCH_BLOCKING",
-    "FLASH_ATTENTION_DETERMINISTIC",
-    "MKL_CBWR",
-    "MKL_NUM_THREADS",
-    "NCCL_ALGO",
-    "NCCL_NVLS_ENABLE",
-    "NCCL_PROTO",
-    "NVIDIA_TF32_OVERRIDE",
-    "OMP_NUM_THREADS",
-    "PYTHONHASHSEED",
-    "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
-)
-_MAX_VALUE_LENGTH = 100
-# The state of Python's generator: 624 words and a position.
-_NUM_WORDS = 625
-# So many bytes at each end of a generator's memory tell whether it was used.
-_NUM_END_BYTES = 64
 # Outputs with a number for each token: their values are kept beside their sums, up to so many.
 _TOKEN_OUTPUTS = ("log_probs", "output")
 _MAX_TOKEN_VALUES = 65_536
@@ -140,161 +111,6 @@ def find_sampled_positions(num_rows: int, num_tokens: int, device: torch.device)
         if len(_positions) > _MAX_SHAPES_REMEMBERED:
             _positions.popitem(last=False)
     return _positions[key]
-
-
-class RandomSnapshot(NamedTuple):
-    """The states of the random generators before a pass, as the generators' own objects."""
-
-    python: tuple[Any, ...]
-    numpy: Mapping[str, Any] | None
-    torch: GeneratorSnapshot
-
-    def to_plain(self) -> RandomStates:
-        """Return the states as plain data, as they are written."""
-        version, words, gauss = self.python
-        states: RandomStates = {
-            "python": {"version": version, "state": struct.pack(f"<{_NUM_WORDS}I", *words), "gauss": gauss},
-            "torch": {"cpu": bytes(view_bytes(self.torch.cpu))},
-        }
-        if self.torch.cuda is not None:
-            states["torch"]["cuda"] = self.torch.cuda
-        if self.numpy is not None:
-            states["numpy"] = {
-                "algorithm": str(self.numpy["bit_generator"]),
-                "keys": self.numpy["state"]["key"].tobytes(),
-                "position": int(self.numpy["state"]["pos"]),
-                "has_gauss": int(self.numpy["has_gauss"]),
-                "gauss": float(self.numpy["gauss"]),
-            }
-        return states
-
-
-def take_random_snapshot(cuda_device: torch.device | None = None, cpu_state: Tensor | None = None) -> RandomSnapshot:
-    """Take the generators' states.
-
-    The device's generator is a seed and an offset on the host, so there is no wait for the device.
-    """
-    numpy_random = sys.modules.get("numpy.random")
-    return RandomSnapshot(
-        python=_read_python_state(),
-        numpy=None if numpy_random is None else _read_numpy_state(numpy_random),
-        torch=take_generator_snapshot(cuda_device, cpu_state),
-    )
-
-
-class _KnownState:
-    """The latest state that was read of a generator, and the words and the position that the generator keeps in memory.
-
-    A state has an object of each of 624 words: where the job's caches hold other things, to read it takes ten times as
-    long as to look at both ends of these bytes. One end has the position, which each draw changes, and a generator that
-    has gone through its words makes all of them anew, as seeds do. The view of the memory is made once: the first call
-    of a function of ctypes after the job's own work takes 0.25 ms.
-    """
-
-    def __init__(self, generator: Any, address: int) -> None:
-        # The generator is held, and its memory with it.
-        self.generator = generator
-        self.state: Any = None
-        self._memory = memoryview((ctypes.c_ubyte * (4 * _NUM_WORDS)).from_address(address))
-        self._begin, self._end = self._memory[:_NUM_END_BYTES], self._memory[-_NUM_END_BYTES:]
-        self._known_ends = b"", b""
-
-    def is_current(self) -> bool:
-        """Tell whether `state` is that of the generator now."""
-        begin, end = self._known_ends
-        return self._begin.tobytes() == begin and self._end.tobytes() == end
-
-    def remember(self, state: Any, words: bytes, *, has_gauss: bool) -> None:
-        """Remember a state that was read.
-
-        words      the bytes of its words and its position. Where the memory holds others, it is not the memory of such
-                   a generator, or another thread has drawn meanwhile
-        has_gauss  the state also holds the second of two normal numbers, which is drawn without a change of the words
-        """
-        self.state, self._known_ends = None, (b"", b"")
-        if not has_gauss and self._memory.tobytes() == words:
-            self.state, self._known_ends = state, (words[:_NUM_END_BYTES], words[-_NUM_END_BYTES:])
-
-
-_known_python_state: _KnownState | None = None
-_known_numpy_state: _KnownState | None = None
-
-
-def _read_python_state() -> tuple[Any, ...]:
-    """Read the state of Python's global generator."""
-    global _known_python_state
-    generator: Any = random._inst
-    known = _known_python_state
-    if known is not None and known.generator is generator and generator.gauss_next is None and known.is_current():
-        return known.state  # type: ignore[no-any-return]
-    state: tuple[Any, ...] = generator.getstate()
-    _, words_and_position, gauss = state
-    # CPython keeps the position and the words behind the head of the object.
-    if known is None or known.generator is not generator:
-        if _random.Random.__basicsize__ < object.__basicsize__ + 4 * _NUM_WORDS:
-            return state
-        known = _known_python_state = _KnownState(generator, id(generator) + object.__basicsize__)
-    words = struct.pack(f"<{_NUM_WORDS}I", words_and_position[-1], *words_and_position[:-1])
-    known.remember(state, words, has_gauss=gauss is not None)
-    return state
-
-
-def _read_numpy_state(numpy_random: Any) -> Mapping[str, Any] | None:
-    """Read the state of NumPy's global generator; None if the job has put a generator of another kind there."""
-    global _known_numpy_state
-    # NumPy gives its generator away since 1.24.
-    generator: Any = numpy_random.get_bit_generator() if hasattr(numpy_random, "get_bit_generator") else None
-    known = _known_numpy_state
-    if known is not None and known.generator is generator and known.is_current():
-        return known.state  # type: ignore[no-any-return]
-    state: Mapping[str, Any] = numpy_random.get_state(legacy=False)
-    if state["bit_generator"] != "MT19937":
-        return None
-    if generator is not None:
-        if known is None or known.generator is not generator:
-            known = _known_numpy_state = _KnownState(generator, generator.ctypes.state_address)
-        words = state["state"]["key"].tobytes() + struct.pack("<i", state["state"]["pos"])
-        known.remember(state, words, has_gauss=bool(state["has_gauss"]))
-    return state
-
-
-def restore_random_states(states: RandomStates) -> None:
-    """Set the generators of this process to the states before a captured pass; NumPy's if it is loaded.
-
-    `states` are those of `CapturedCall.random`. Raises ValueError if they are damaged or missing.
-    """
-    try:
-        python = states["python"]
-        words = struct.unpack(f"<{_NUM_WORDS}I", python["state"])
-        random.setstate((python["version"], words, python["gauss"]))
-        torch.set_rng_state(_make_state(states["torch"]["cpu"]))
-        if "cuda" in states["torch"] and torch.cuda.is_available():
-            torch.cuda.set_rng_state(_make_state(states["torch"]["cuda"]))
-        numpy_random = sys.modules.get("numpy.random")
-        if "numpy" in states and numpy_random is not None:
-            state = states["numpy"]
-            keys = sys.modules["numpy"].frombuffer(state["keys"], dtype="<u4")
-            numpy_random.set_state((state["algorithm"], keys, state["position"], state["has_gauss"], state["gauss"]))
-    except (KeyError, TypeError, ValueError, RuntimeError, struct.error) as error:
-        raise ValueError(
-            f"no random states: {error}. Record with reproduce=True or a flight recorder to have them"
-        ) from None
-
-
-def _make_state(state: bytes) -> Tensor:
-    return torch.frombuffer(bytearray(state), dtype=torch.uint8)
-
-
-def read_environment() -> dict[str, str]:
-    """Return settings that change numbers: allow-listed variables that are set, and torch's own."""
-    variables = {name: os.environ[name][:_MAX_VALUE_LENGTH] for name in ENVIRONMENT_NAMES if name in os.environ}
-    return variables | {
-        "torch.deterministic_algorithms": str(torch.are_deterministic_algorithms_enabled()),
-        "torch.float32_matmul_precision": torch.get_float32_matmul_precision(),
-        "torch.num_threads": str(torch.get_num_threads()),
-        "torch.cudnn.deterministic": str(torch.backends.cudnn.deterministic),
-        "torch.cudnn.benchmark": str(torch.backends.cudnn.benchmark),
-    }
 
 
 def find_outputs(output: Any, *, with_rows: bool) -> dict[str, Tensor]:
