@@ -33,10 +33,11 @@ WARM = [
     "deepspeed --num_gpus=1 --module replay --quiet",
     "torchrun replay --backend fsdp2 --tp 2 --max-inputs 2",
     "torchrun replay --backend fsdp2 --ring 2 --max-inputs 2",
+    "torchrun --nproc-per-node 2 replay --backend fsdp2 --max-inputs 2",
     "torchrun -m replay --max-inputs 2 --passes all --loss sft --step",
 ]
 # Two ranks are dealt twenty inputs, and a rollout pass comes first.
-OF_THE_SAMPLE = (COLD[0], COLD[1], WARM[0], *WARM[-3:])
+OF_THE_SAMPLE = (COLD[0], COLD[1], WARM[0], *WARM[-4:])
 NUM_SHORT = 10
 
 
