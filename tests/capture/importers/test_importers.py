@@ -9,8 +9,10 @@ import json
 import os
 import pickle
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -179,6 +181,23 @@ def test_without_a_mask_of_its_own_a_batch_of_verl_counts_the_real_tokens_of_its
     assert convert_folder(tmp_path / "gen_batch.dp", tmp_path / "out").refused == {}
     [path] = capture_files(tmp_path / "out")
     assert select_actions(read_micro_batch(path)) == [[13, 14, 15], [24, 25], [33, 34, 35]]
+
+
+def test_the_responses_of_verl_are_the_last_tokens_of_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the other dumps half of each row is a response."""
+    protocol: Any = ModuleType("verl.protocol")
+    protocol.DataProto = type("DataProto", (), {"__module__": "verl.protocol", "__getstate__": lambda self: self.state})
+    for name in ("verl", "verl.protocol"):
+        monkeypatch.setitem(sys.modules, name, protocol)
+    tensors = {"input_ids": [[1, 2, 3, 4, 5]], "attention_mask": [[0, 1, 1, 1, 1]], "responses": [[5]]}
+    columns = {name: torch.tensor(values) for name, values in tensors.items()}
+    dump = protocol.DataProto()
+    arrays = {name: ("int64", value.shape, value.numpy().reshape(-1).view("uint8")) for name, value in columns.items()}
+    dump.state = ((1,), None, arrays), {}, {}
+    (tmp_path / "gen_batch.dp").write_bytes(pickle.dumps(dump))
+    assert convert_folder(tmp_path / "gen_batch.dp", tmp_path / "out").refused == {}
+    [path] = capture_files(tmp_path / "out")
+    assert select_actions(read_micro_batch(path)) == [[5]]
 
 
 def test_what_of_skyrl_is_no_tensor_is_named(tmp_path: Path) -> None:
