@@ -6,12 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from actor_init.spec import UsageError
-from capture.file_format.capture_file import read_call
+from capture.file_format.capture_file import read_call, write_call
+from capture.file_format.micro_batch import Origin
 from capture.file_format.optimizer_step import OptimizerStep
 from replay.options.option_parsing import format_error_with_flags
-from replay.options.spec import InputOrder, InputsSpec, Passes
+from replay.options.spec import InputOrder, InputsSpec, LossName, Passes
 from replay.resolution.selection import Selection, select
 from tests.helpers.made_captures import damage, write_end, write_pass, write_passes, write_recordings
 
@@ -186,6 +188,32 @@ def test_a_selection_is_whole_if_no_pass_of_the_job_is_left_out(
     write_passes(tmp_path, {0: "ttrt", 1: "tt"})
     ranks = select_on_all_ranks(num_data_ranks, InputsSpec(inputs=tmp_path, **settings))
     assert [chosen.is_whole for chosen in ranks] == [is_whole] * num_data_ranks
+
+
+@pytest.mark.parametrize(
+    ("mask", "labels_first", "padding_predicts", "keeps"),
+    [
+        # Padding on the left, and the first real token has a label.
+        ([0, 1, 1, 1], True, True, True),
+        ([0, 1, 1, 1], True, False, False),
+        ([0, 1, 1, 1], False, True, False),
+        # Padding between two real tokens.
+        ([1, 0, 1, 1], False, True, True),
+        ([1, 0, 1, 1], False, False, True),
+        ([1, 1, 1, 0], True, True, False),
+    ],
+)
+def test_padding_is_kept_where_it_predicts_a_label_or_stands_between_tokens(
+    mask: list[int], labels_first: bool, padding_predicts: bool, keeps: bool, tmp_path: Path
+) -> None:
+    ids_BS, mask_BS = torch.tensor([[3, 4, 5, 6]]), torch.tensor([mask]).bool()
+    labels_BS = ids_BS.masked_fill(~mask_BS, -100)
+    if not labels_first:
+        labels_BS[0, mask.index(1)] = -100
+    tensors = {"sequences": ids_BS, "attention_mask": mask_BS, "labels": labels_BS}
+    write_call(tmp_path, tensors, {}, trains=True, origin=Origin(source="", rank=0, step=0))
+    chosen = select(InputsSpec(inputs=tmp_path), 0, 1, loss=LossName.SFT, padding_predicts_label=padding_predicts)
+    assert chosen.must_keep_padding is keeps
 
 
 def test_neither_one_file_nor_a_folder_with_a_damaged_one_is_the_whole_job(tmp_path: Path) -> None:
