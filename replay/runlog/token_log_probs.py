@@ -112,4 +112,4 @@ def _compare_ranks(references: Sequence[Tensor], others: Sequence[Tensor]) -> It
         difference_N = torch.where(reference_N == other_N, 0.0, (reference_N.double() - other_N.double()).abs())
         difference_N[reference_N.isnan() & other_N.isnan()] = 0.0
         size, other_size = (float(values_N.double().abs().mean()) for values_N in (reference_N, other_N))
-        yield size, other_size, float(difference_N.nan_to_num(nan=math.inf).max()), len(reference_N)
+        yield size, other_size, float(difference_N.nan_to_num(nan=math.inf, posinf=math.inf).max()), len(reference_N)

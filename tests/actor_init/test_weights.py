@@ -216,9 +216,24 @@ def saved(folder: Path, config: dict[str, Any]) -> PreTrainedModel:
     return model
 
 
-@pytest.mark.parametrize("tied", [True, False])
-def test_a_folder_s_weights_are_loaded(tmp_path: Path, tied: bool) -> None:
-    model = saved(tmp_path, {**CONFIG, "tie_word_embeddings": tied})
+# Ten experts and more have names whose order as text is another one.
+MANY_EXPERTS = {
+    **CONFIG,
+    "model_type": "qwen3_moe",
+    "head_dim": 8,
+    "num_experts": 12,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 8,
+}
+
+
+@pytest.mark.parametrize(
+    "config",
+    [CONFIG | {"tie_word_embeddings": True}, CONFIG | {"tie_word_embeddings": False}, MANY_EXPERTS],
+    ids=["tied", "not tied", "twelve experts"],
+)
+def test_a_folder_s_weights_are_loaded(tmp_path: Path, config: dict[str, Any]) -> None:
+    model = saved(tmp_path, config)
     assert len(list(tmp_path.glob("*.safetensors"))) > 1
     loaded = copy_state(build_model(ActorSpec(model=str(tmp_path)), {}))
     for name, value in copy_state(model).items():

@@ -184,7 +184,7 @@ def test_without_a_mask_of_its_own_a_batch_of_verl_counts_the_real_tokens_of_its
 
 
 def test_the_responses_of_verl_are_the_last_tokens_of_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the other dumps half of each row is a response."""
+    """In the other dumps half of each row is a response."""
     protocol: Any = ModuleType("verl.protocol")
     protocol.DataProto = type("DataProto", (), {"__module__": "verl.protocol", "__getstate__": lambda self: self.state})
     for name in ("verl", "verl.protocol"):
