@@ -78,14 +78,17 @@ class Cluster:
     @cached_property
     def agents(self) -> dict[str, Any]:
         """Start an agent on each node. Raises UsageError if a node cannot run it, or has other versions."""
-        return self._start_agents(self.nodes)
+        agents = self._start_agents(self.nodes)
+        self.nodes = [node for node in self.nodes if node.id in agents]
+        return agents
 
     def start_agents_on_new_nodes(self) -> None:
         """Start an agent on each node that has joined the cluster since. Raises UsageError as `agents` does."""
         known_ids = {node.id for node in self.nodes}
         new_nodes = [node for node in self._list_alive_nodes() if node.id not in known_ids]
-        self.agents.update(self._start_agents(new_nodes))
-        self.nodes += new_nodes
+        started = self._start_agents(new_nodes)
+        self.agents.update(started)
+        self.nodes += [node for node in new_nodes if node.id in started]
 
     def _list_alive_nodes(self) -> list[NodeSlots]:
         return [
@@ -95,6 +98,7 @@ class Cluster:
         ]
 
     def _start_agents(self, nodes: Sequence[NodeSlots]) -> dict[str, Any]:
+        """Start an agent on each of these nodes but those that are lost meanwhile, and return them by node."""
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
         # An agent takes no CPU, so that it also starts on a node that other jobs fill.
@@ -109,6 +113,10 @@ class Cluster:
             try:
                 node_versions = self.ray.get(answer)
             except self.ray.exceptions.RayError as error:
+                # For some seconds Ray says of a lost node that it is alive.
+                if node not in self._list_alive_nodes():
+                    del agents[node.id]
+                    continue
                 reason = [line for line in str(error).splitlines() if line.strip()][-1].strip()
                 raise UsageError(
                     f"node {node.host} cannot run replay: {reason}. Try: one image for all nodes"

@@ -16,14 +16,16 @@ from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from threading import Thread
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from actor_init.spec import UsageError
 from capture.on_ray.node_files import OVERLAP_BYTES, NodeFiles, write_change
 from replay.agreement.rows import ParityLog
 from replay.command_line.cli import main
-from replay.on_ray.cluster import open_cluster
+from replay.on_ray.cluster import Cluster, open_cluster
 from replay.on_ray.launch import run_on_ray
 from replay.on_ray.task_runner import RayTaskRunner
 from replay.options.ray_options import RayOptions
@@ -31,7 +33,7 @@ from replay.options.spec import InputsSpec, MeasureSpec, ReplaySpec
 from replay.processes.child_job import ChildJob
 from replay.processes.pool import Task
 from replay.runlog.records import PassRecord
-from replay.runlog.writer import INTERRUPTED
+from replay.runlog.writer import INTERRUPTED, list_versions
 from tests.helpers.commands import BIN, LIMIT, ROOT
 from tests.helpers.process_table import processes_left
 from tests.helpers.ray_cluster import warm_cluster
@@ -94,6 +96,46 @@ def test_a_cluster_that_cannot_be_had_is_one_line(
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
     assert main(typed.split()) == 2
     assert capsys.readouterr().err.startswith(f"replay: {says}")
+
+
+# As Ray checks ids of nodes.
+FIRST, SECOND = "aa" * 28, "bb" * 28
+
+
+class FakeRay:
+    """A cluster of the nodes FIRST and SECOND. Agents do not start on SECOND, which is then lost or not."""
+
+    exceptions = SimpleNamespace(RayError=ValueError)
+
+    def __init__(self, *, is_lost: bool) -> None:
+        self.is_lost, self.has_started = is_lost, False
+
+    def nodes(self) -> list[dict[str, Any]]:
+        is_alive = {FIRST: True, SECOND: not (self.is_lost and self.has_started)}
+        return [
+            {"NodeID": name, "NodeManagerHostname": name, "Resources": {"CPU": 2.0}, "Alive": alive}
+            for name, alive in is_alive.items()
+        ]
+
+    def remote(self, **_: Any) -> Callable[[type], Any]:
+        def make_agent(home: str) -> Any:
+            return SimpleNamespace(list_versions=SimpleNamespace(remote=lambda: Path(home).name))
+
+        return lambda _: SimpleNamespace(options=lambda **_: SimpleNamespace(remote=make_agent))
+
+    def get(self, node: str) -> dict[str, str | None]:
+        self.has_started = True
+        if node == SECOND:
+            raise ValueError("The actor never ran")
+        return list_versions()
+
+
+def test_a_node_that_is_lost_while_its_agent_starts_is_left_out() -> None:
+    cluster = Cluster(FakeRay(is_lost=True))
+    assert list(cluster.agents) == [FIRST]
+    assert [node.id for node in cluster.nodes] == [FIRST]
+    with pytest.raises(UsageError, match=rf"^node {SECOND} cannot run replay: The actor never ran\. Try: one image"):
+        _ = Cluster(FakeRay(is_lost=False)).agents
 
 
 @pytest.fixture(scope="module")
