@@ -22,7 +22,7 @@ class Capture:
 
     path     of its file; of a pass in a segment `<segment>.seg/<capture>.pkl`, which `replay --input-file` takes too
     rank     of the job; None where it is not known
-    forward  number of the forward, as this rank's recorder counted them, from 1; None where it is not known
+    forward  number of the forward, as this rank's recorder counted them, from 0; None where it is not known
     step     number of the job's optimizer step that the pass is for, from 1; None where none was counted
     trains   whether autograd was on
     tensors  the model's arguments by the job's names, such as `input_ids`, on the CPU
@@ -50,7 +50,7 @@ class Capture:
         return cls(
             path=path,
             rank=origin.rank,
-            forward=None if origin.step is None else origin.step + 1,
+            forward=origin.step,
             step=None if call.optimizer_step is None else call.optimizer_step + 1,
             trains=call.trains,
             tensors=call.tensors,

@@ -129,7 +129,7 @@ RULES = (
     _make_rule(
         CauseName.OTHER_WEIGHTS,
         means="the embedding of one token is zeros in the job",
-        told_by="the numbers are wrong behind that token alone, and the pass run again with zeros gives the job's",
+        told_by="the numbers are wrong after that token alone, and the pass run again with zeros gives the job's",
         job="row-zeroed",
     ),
     _make_rule(

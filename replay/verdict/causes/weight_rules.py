@@ -445,8 +445,8 @@ RULES = (
     CauseRule(
         name=CauseName.WEIGHTS_CHANGED,
         find=find_changed_frozen_weights,
-        means="frozen weights are other ones behind a step",
-        told_by="samples of frozen weights behind each step",
+        means="frozen weights are other ones after a step",
+        told_by="samples of frozen weights after each step",
         job="frozen-weights-rounded",
     ),
 )
@@ -455,7 +455,7 @@ STEP_RULES = (
         name=CauseName.WEIGHTS_CHANGED,
         find=find_other_update,
         means="a step moved the weights otherwise than its gradient and its settings do",
-        told_by="the weights behind each step, in the job and in the replay",
+        told_by="the weights after each step, in the job and in the replay",
         job="average-swapped-in",
     ),
 )

@@ -403,10 +403,10 @@ def test_a_log_is_read_from_a_working_folder_that_is_gone(tmp_path: Path, monkey
 def test_captures_are_read_one_by_one(tmp_path: Path) -> None:
     write_passes(tmp_path, {0: "ttr", 1: "ttr"})
     assert [(capture.rank, capture.forward) for capture in replay.captures(tmp_path, passes="train")] == [
+        (0, 0),
         (0, 1),
-        (0, 2),
+        (1, 0),
         (1, 1),
-        (1, 2),
     ]
     [first, *_] = replay.captures(tmp_path, passes="rollout")
     assert not first.trains
