@@ -126,8 +126,9 @@ class BackgroundWriter(Generic[ItemT]):
         self._is_handling_pass = False
         self._is_closing = False
         self._has_warned_of_full_queue = False
-        # The lock is re-entrant. That is needed: a signal's handler may interrupt the job's
-        # thread while it holds the lock, and queue an item itself.
+        # The lock is re-entrant. That is needed: a signal's handler may interrupt the job's thread while it holds the
+        # lock, and queue an item itself. `queue_pass` takes the lock itself, not the Condition, whose functions are
+        # Python's: it is called while a device may stand idle.
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._thread = threading.Thread(target=self._run, name="capture-writer", daemon=True)

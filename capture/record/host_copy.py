@@ -112,6 +112,7 @@ class ArgumentCopier:
         for name, tensor in tensors.items():
             tensor = tensor.detach() if tensor.requires_grad else tensor
             if memory is not None and tensor.is_contiguous():
+                # Looked up without a function of its own, which would be called for each tensor.
                 place = memory.places.get((tensor.dtype, tensor.shape, begins[name]))
                 if place is None:
                     place = memory.make_place(tensor, begins[name])

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from capture.file_format.micro_batch import IGNORED_LABEL, LOSS_GRADIENTS, LOSS_MISFIT, LOSS_TARGETS
 from capture.record.optimizer_hooks import find_loss_scale
-from capture.record.pass_outputs import find_sampled_positions, select_rows
+from capture.record.outputs import find_sampled_positions, select_rows
 
 # Rounding leaves entries of one size so far apart.
 SAME_SIZE = 0.99

@@ -25,7 +25,7 @@ from capture.record.background_writer import warn
 from capture.record.job_facts import read_environment
 from capture.record.model_facts import RawModelFacts
 from capture.record.observer import RecordingObserver
-from capture.record.pass_outputs import summarise_outputs
+from capture.record.outputs import summarise_outputs
 from capture.record.rank_writer import RankWriter, open_rank_writer
 from capture.record.retention import RetentionSettings
 from capture.record.snapshot import WITH_MASK_OF_PAIRS, PassNotes, PassOutputs, PassSnapshot, RecordingOpened

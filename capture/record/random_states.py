@@ -42,7 +42,7 @@ class HostStates(NamedTuple):
     def equals(self, other: "HostStates") -> bool:
         # An object is made anew after a use of its generator alone.
         has_same_python = self.python is other.python or self.python == other.python
-        has_same_numpy = self.numpy is other.numpy or _make_plain(self.numpy) == _make_plain(other.numpy)
+        has_same_numpy = self.numpy is other.numpy or _make_plain_numpy(self.numpy) == _make_plain_numpy(other.numpy)
         return has_same_python and has_same_numpy and torch.equal(self.cpu, other.cpu)
 
     def to_plain(self) -> RandomStates:
@@ -52,7 +52,7 @@ class HostStates(NamedTuple):
             "python": {"version": version, "state": struct.pack(f"<{_NUM_WORDS}I", *words), "gauss": gauss},
             "torch": {"cpu": bytes(view_bytes(self.cpu))},
         }
-        if (numpy := _make_plain(self.numpy)) is not None:
+        if (numpy := _make_plain_numpy(self.numpy)) is not None:
             states["numpy"] = numpy
         return states
 
@@ -208,7 +208,7 @@ def _read_numpy_state(numpy_random: Any) -> Mapping[str, Any] | None:
     return state
 
 
-def _make_plain(state: Mapping[str, Any] | None) -> NumpyState | None:
+def _make_plain_numpy(state: Mapping[str, Any] | None) -> NumpyState | None:
     """Turn a state of NumPy's generator into plain data."""
     if state is None:
         return None

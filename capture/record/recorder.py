@@ -26,7 +26,7 @@ from capture.record.job_facts import is_in_process_group, prepare_folder, read_r
 from capture.record.logit_gradient import watch_logits
 from capture.record.observer import JobPosition, RecordingObserver, TrainingPhase
 from capture.record.optimizer_hooks import OptimizerHooks, OtherRule
-from capture.record.pass_outputs import (
+from capture.record.outputs import (
     describe_loss_function,
     describe_outputs,
     find_outputs,
@@ -474,7 +474,8 @@ class Recorder:
             self._maker.choose_where_to_sample()
         rank, world_size = self.rank, self.world_size
         forward, trains = self.num_seen - 1, torch.is_grad_enabled()
-        # While a pass begins, a device may stand idle until it gets its first work.
+        # The window may learn of the pass where it ends: while a pass begins, a device may stand idle until it gets its
+        # first work. But the window tells which weights to sample, so it has to know before these are sampled.
         self._pass_for_window = forward if trains else None
         if not self._maker.samples_at_end:
             self._add_pass_to_window()

@@ -31,9 +31,9 @@ from capture.record.job_facts import (
 )
 from capture.record.model_facts import RawModelFacts
 from capture.record.model_facts_taker import ModelFactsTaker
+from capture.record.outputs import compute_token_log_probs, find_logits
 from capture.record.pair_masks import PairMask, read_pair_mask
 from capture.record.parameter_sampler import ParameterSampler, RawSamples
-from capture.record.pass_outputs import compute_token_log_probs, find_logits
 from capture.record.random_states import HostStateFollower, HostStates, PassKind, RandomSnapshot
 from capture.record.step_window import StepWindow
 from capture.record.training_mode import TrainingModeReader

@@ -696,7 +696,7 @@ def _locate_tokens(captured_call: CapturedCall, batch: MicroBatch) -> TokenPlace
 
 def _has_number_per_token(captured_call: CapturedCall) -> bool:
     """Did the job record an output with a number for each token, such as log-probs?"""
-    # `summarise_outputs` (pass_outputs.py) stores the numbers of such an output as NAME_values.
+    # `summarise_outputs` (outputs.py) stores the numbers of such an output as NAME_values.
     return any(name.endswith("_values") for name in captured_call.outputs)
 
 

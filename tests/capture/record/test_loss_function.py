@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from capture.record.pass_outputs import describe_loss_function
+from capture.record.outputs import describe_loss_function
 
 
 class _DDPSink(torch.autograd.Function):

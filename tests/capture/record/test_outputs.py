@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from capture.record.job_facts import ENVIRONMENT_NAMES, read_environment
-from capture.record.pass_outputs import (
+from capture.record.outputs import (
     describe_outputs,
     find_logits,
     find_outputs,
