@@ -72,10 +72,10 @@ def losses_of(folder: Path) -> list[float]:
     return found
 
 
-def replayed_losses(folder: Path, *, loss: str, outcome: str) -> list[float]:
+def replayed_losses(folder: Path, *typed: str, loss: str, outcome: str) -> list[float]:
     """What replay computes from the captures of training passes, rank by rank; it has to come to this outcome."""
     command = ["--inputs", str(folder / "captures"), "--model", str(folder / "model"), "--dtype", "fp32"]
-    command += ["--backend", "fsdp2", "--loss", loss, "--quiet", "--log-folder", str(folder / "logs")]
+    command += ["--backend", "fsdp2", "--loss", loss, "--quiet", "--log-folder", str(folder / "logs"), *typed]
     assert replay_main(command) == 0
     (log,) = (folder / "logs").iterdir()
     run, records = read_log(log)
@@ -237,6 +237,13 @@ def test_trl(kind: str, tmp_path: Path, one_world: None) -> None:
     """
     run_job(tmp_path, ONE, "trl_trainers", kind)
     check(tmp_path, 2, outcome="REPRODUCED" if "sft" in kind else "UNSETTLED")
+
+
+@pytest.mark.skipif(not find_spec("trl"), reason="needs the extra trainers")
+def test_a_grpo_job_of_trl_that_notes_its_loss_is_reproduced(tmp_path: Path, one_world: None) -> None:
+    run_job(tmp_path, ONE, "trl_trainers", "noted-grpo")
+    typed = ["--reduction", "window-tokens", "--kl-coefficient", "0.1", "--kl", "k3-weighted"]
+    assert replayed_losses(tmp_path, *typed, loss="policy", outcome="REPRODUCED") == pytest.approx(losses_of(tmp_path))
 
 
 @pytest.mark.skipif(not find_spec("trl"), reason="needs the extra trainers")

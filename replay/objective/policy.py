@@ -28,7 +28,8 @@ def compute_policy_loss(inputs: ObjectiveInputs, spec: ObjectiveSpec) -> Tensor:
     loss_BA = compute_clipped_loss(log_probs_BA, old_BA, advantages_BA, spec)
     if spec.kl_coefficient:
         reference_BA = inputs.of_tokens(*REF_LOG_PROBS)
-        loss_BA = loss_BA + spec.kl_coefficient * estimate_divergence(log_probs_BA, reference_BA, spec.kl)
+        divergence_BA = estimate_divergence(log_probs_BA, reference_BA, old_BA, spec.kl)
+        loss_BA = loss_BA + spec.kl_coefficient * divergence_BA
     if spec.entropy_coefficient:
         loss_BA = loss_BA - spec.entropy_coefficient * inputs.entropies()
     return reduce_loss(loss_BA, inputs, spec)
@@ -36,7 +37,7 @@ def compute_policy_loss(inputs: ObjectiveInputs, spec: ObjectiveSpec) -> Tensor:
 
 def compute_clipped_loss(log_probs_BA: Tensor, old_BA: Tensor, advantages_BA: Tensor, spec: ObjectiveSpec) -> Tensor:
     """Compute each token's clipped policy loss."""
-    ratio_BA = (log_probs_BA - old_BA).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    ratio_BA = _compute_ratio(log_probs_BA, old_BA)
     high = spec.clip_low if spec.clip_high is None else spec.clip_high
     clipped_BA = ratio_BA.clamp(1 - spec.clip_low, 1 + high)
     loss_BA = -torch.minimum(ratio_BA * advantages_BA, clipped_BA * advantages_BA)
@@ -46,8 +47,12 @@ def compute_clipped_loss(log_probs_BA: Tensor, old_BA: Tensor, advantages_BA: Te
     return loss_BA
 
 
-def estimate_divergence(log_probs_BA: Tensor, reference_BA: Tensor, estimator: KlEstimator) -> Tensor:
-    """Estimate for each token the KL divergence of the policy to the reference."""
+def estimate_divergence(log_probs_BA: Tensor, reference_BA: Tensor, old_BA: Tensor, estimator: KlEstimator) -> Tensor:
+    """Estimate for each token the KL divergence of the policy to the reference.
+
+    k3-weighted is k3 times the ratio of the policy to the old one (https://arxiv.org/abs/2512.02556), as
+    TRL adds it by default.
+    """
     log_ratio_BA = log_probs_BA - reference_BA
     match estimator:
         case KlEstimator.K1:
@@ -56,6 +61,12 @@ def estimate_divergence(log_probs_BA: Tensor, reference_BA: Tensor, estimator: K
             return log_ratio_BA.square() / 2
         case KlEstimator.K3:
             return torch.expm1(-log_ratio_BA) + log_ratio_BA
+        case KlEstimator.K3_WEIGHTED:
+            return _compute_ratio(log_probs_BA, old_BA) * (torch.expm1(-log_ratio_BA) + log_ratio_BA)
+
+
+def _compute_ratio(log_probs_BA: Tensor, old_BA: Tensor) -> Tensor:
+    return (log_probs_BA - old_BA).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
 def reduce_loss(loss_BA: Tensor, inputs: ObjectiveInputs, spec: ObjectiveSpec) -> Tensor:

@@ -78,7 +78,7 @@ class RunOptions(TypedDict, total=False):
     reduction: Literal["tokens", "window-tokens", "sequences", "divisor"] | None
     divisor: float | None
     on_policy: bool | None
-    kl: Literal["k1", "k2", "k3"] | None
+    kl: Literal["k1", "k2", "k3", "k3-weighted"] | None
     kl_coefficient: float | None
     entropy_coefficient: float | None
     dpo_beta: float | None

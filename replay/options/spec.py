@@ -48,6 +48,7 @@ class KlEstimator(StrEnum):
     K1 = "k1"
     K2 = "k2"
     K3 = "k3"
+    K3_WEIGHTED = "k3-weighted"
 
 
 class PairOrder(StrEnum):
@@ -289,7 +290,10 @@ class ObjectiveSpec:
         False,
         "policy: the old log-probs are the pass's own, so that the ratio is 1, as in a first step on new samples.",
     )
-    kl: KlEstimator = option(KlEstimator.K3, "policy: estimator of the KL divergence to the reference.")
+    kl: KlEstimator = option(
+        KlEstimator.K3,
+        "policy: estimator of the KL divergence to the reference. k3-weighted: k3 times the ratio to the old policy.",
+    )
     kl_coefficient: float = option(0.0, "policy: X times that divergence is added.", min=0)
     entropy_coefficient: float = option(0.0, "policy: X times the entropy is subtracted.", min=0)
     dpo_beta: float = option(0.1, "dpo: scale of the log-ratio to the reference.", min=0)

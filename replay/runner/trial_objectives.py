@@ -155,7 +155,7 @@ class PolicyCase:
         if spec.kl_coefficient:
             reference_BA = inputs.of_tokens(*REF_LOG_PROBS).to(log_probs_BA.dtype)
             pair = (reference_BA, log_probs_BA) if form.swaps_kl else (log_probs_BA, reference_BA)
-            divergence_BA = estimate_divergence(*pair, spec.kl)
+            divergence_BA = estimate_divergence(*pair, old_BA, spec.kl)
             loss_BA = loss_BA + form.kl_sign * spec.kl_coefficient * divergence_BA
         return loss_BA
 
@@ -277,6 +277,7 @@ def _list_changes(case: PolicyCase) -> Iterator[PolicyChange]:
     for name, reduction in (
         ("the mean of the sequences' means", Reduction.SEQUENCES),
         ("the mean over its tokens", Reduction.TOKENS),
+        ("the sum over its tokens divided by the tokens of all passes of the step", Reduction.WINDOW_TOKENS),
     ):
         if spec.reduction is not reduction:
             yield PolicyChange(says=f"is {name}", form={}, spec={"reduction": reduction, "divisor": None},

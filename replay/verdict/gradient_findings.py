@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from capture.file_format.optimizer_step import OptimizerStep
 from replay.output.text import pluralise
 from replay.runlog.records import PassRecord
-from replay.tolerances.difference import is_coarse, relative_difference
+from replay.tolerances.difference import absolute_difference, as_share, is_coarse, relative_difference
 from replay.tolerances.job_bounds import GRAD_NORM, GRADIENT, LOSS, SAME_SHARES
 from replay.verdict.dropout_masks import MaskComparison, leave_out_other_masks
 from replay.verdict.findings import (
@@ -404,7 +404,8 @@ def _compare_norm(
     elif num_frozen:
         doubt = doubt or f"the job did not train {pluralise(num_frozen, 'parameter')}"
     index = window[-1].record.index
-    difference = relative_difference(replay_norm, job_norm)
+    # Where the job's gradient is exactly zero, the replay's may be rounding: as a share of it, a bound can say so.
+    difference = as_share(absolute_difference(replay_norm, job_norm), job_norm or replay_norm)
     return judge_number(
         GRAD_NORM,
         job_norm,

@@ -1,4 +1,4 @@
-"""TRL's trainers: python trl_trainers.py FOLDER sft | packed-sft | detached-sft | dpo | grpo
+"""TRL's trainers: python trl_trainers.py FOLDER sft | packed-sft | detached-sft | dpo | grpo | noted-grpo
 
 The losses of DPO and GRPO are not a mean of log-probs, so what is left for comparison is minus the mean log-prob of the
 completions' tokens, as these trainers computed it from the model they train.
@@ -15,6 +15,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 
+import capture
 from tests.trainers.common import make_model, write_losses
 
 PROMPTS = ["the cat", "a dog and", "one", "two of them are"]
@@ -105,19 +106,50 @@ class CompletionsGRPO(GRPOTrainer):  # type: ignore[misc]
         return result
 
 
-def grpo(folder: Path) -> list[float]:
+def make_grpo(cls: type[GRPOTrainer], folder: Path, **more: Any) -> GRPOTrainer:
     model = make_model(folder)
     model.config._name_or_path = str(folder / "model")  # asked for by the trainer
-    trainer = CompletionsGRPO(
+    return cls(
         model=model,
-        reward_funcs=lambda completions, **_: [float(len(completion)) for completion in completions],
-        args=GRPOConfig(**settings(folder), num_generations=2, max_completion_length=6, beta=0.1),
+        reward_funcs=lambda completion_ids, **_: [float(sum(ids)) for ids in completion_ids],
+        args=GRPOConfig(**{**settings(folder), "num_generations": 2, "max_completion_length": 6, **more}),
         train_dataset=Dataset.from_dict({"prompt": PROMPTS}),
         processing_class=make_tokenizer(),
     )
-    trainer.means = []
+
+
+def grpo(folder: Path) -> list[float]:
+    trainer = make_grpo(CompletionsGRPO, folder, beta=0.1)
+    means: list[float] = []
+    trainer.means = means
     trainer.train()
-    return trainer.means
+    return means
+
+
+class NotedGRPO(GRPOTrainer):  # type: ignore[misc]
+    """The trainer of docs/start.md."""
+
+    losses: list[float]
+
+    def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
+        names = ("advantages", "old_per_token_logps", "ref_per_token_logps", "num_items_in_batch")
+        noted = {name: inputs[name] for name in names if inputs.get(name) is not None}
+        capture.note_next(action_mask=inputs["completion_mask"], **noted)
+        loss: torch.Tensor = super()._compute_loss(model, inputs)
+        capture.note(loss=loss)
+        self.losses.append(loss.item())
+        return loss
+
+
+def noted_grpo(folder: Path) -> list[float]:
+    """Train two steps of two passes on each batch of samples: from the second one on the policy is not the old one."""
+    trainer = make_grpo(
+        NotedGRPO, folder, beta=0.1, num_iterations=2, gradient_accumulation_steps=2, learning_rate=1e-3, max_steps=4
+    )
+    losses: list[float] = []
+    trainer.losses = losses
+    trainer.train()
+    return losses
 
 
 def main(folder: Path, kind: str) -> None:
@@ -132,8 +164,10 @@ def main(folder: Path, kind: str) -> None:
             losses = dpo(folder)
         case "grpo":
             losses = grpo(folder)
+        case "noted-grpo":
+            losses = noted_grpo(folder)
         case _:
-            raise ValueError(f"{kind!r} is none of sft, packed-sft, detached-sft, dpo, grpo")
+            raise ValueError(f"{kind!r} is none of sft, packed-sft, detached-sft, dpo, grpo, noted-grpo")
     write_losses(folder, losses)
 
 

@@ -316,6 +316,17 @@ def find_unstated_difference(evidence: CauseEvidence) -> Cause | None:
         )
     if (own_tokens := _find_own_tokens_as_labels(evidence, first)) is not None:
         return own_tokens
+    compared = evidence.find_pass(first)
+    is_of_objective = compared is not None and compared.replayed.tried_losses is not None
+    if is_of_objective and {finding.name for finding in wrong} == {LOSS} and not _were_tokens_judged(evidence):
+        return Cause(
+            name=CauseName.OBJECTIVE,
+            sureness=Sureness.MAY_BE,
+            sentence=f"the noted loss is not the replay's, {name_time(first)}, and no log-prob of the job's is recorded: "
+            "another objective, or another forward",
+            try_next="compare the line `loss` with the settings of the job's objective; then the line `layer`",
+            explains=ALL_FINDINGS,
+        )
     if evidence.is_forward_wrong:
         where = "the forward gives other numbers"
         rest = "code of the job that leaves no trace in the model's modules, or weights that no sample shows"

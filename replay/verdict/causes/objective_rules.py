@@ -22,7 +22,9 @@ MAX_NAMED = 3
 def find_other_objective(evidence: CauseEvidence) -> Cause | None:
     """Name the loss that has the job's value, and the gradient of its logits, in each pass that was tried."""
     first = evidence.first_wrong
-    tried = [(compared, compared.replayed.tried_losses) for compared in evidence.passes]
+    # After a step with another gradient the replay's weights are not the job's, and no loss of theirs says anything.
+    judged = {(verdict.index, verdict.rank) for verdict, _ in evidence.wrong if not verdict.is_window}
+    tried = [(compared, compared.replayed.tried_losses) for compared in evidence.passes if compared.place in judged]
     wrong = [
         (compared, losses)
         for compared, losses in tried

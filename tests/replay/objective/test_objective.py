@@ -33,6 +33,7 @@ def plain(inputs: ObjectiveInputs, spec: ObjectiveSpec) -> Tensor:
     log_ratio_BA = inputs.tensors["ref_log_probs"] - inputs.log_probs_BA
     # http://joschu.net/blog/kl-approx.html, with r = p / q where x is drawn from q, here the policy
     estimates = {"k1": -log_ratio_BA, "k2": log_ratio_BA**2 / 2, "k3": log_ratio_BA.exp() - 1 - log_ratio_BA}
+    estimates["k3-weighted"] = (inputs.log_probs_BA - old_BA).exp() * estimates["k3"]
     losses_BA = losses_BA + spec.kl_coefficient * estimates[spec.kl]
     mask_BA = inputs.action_mask_BA
     match spec.reduction:
@@ -54,6 +55,7 @@ SPECS = [
     {"reduction": Reduction.DIVISOR, "divisor": 16.0},
     {"kl": KlEstimator.K1, "kl_coefficient": 0.3},
     {"kl": KlEstimator.K2, "kl_coefficient": 0.3},
+    {"kl": KlEstimator.K3_WEIGHTED, "kl_coefficient": 0.3},
     {"kl": KlEstimator.K3, "kl_coefficient": 0.3, "reduction": Reduction.SEQUENCES, "dual_clip": 1.2},
 ]
 

@@ -44,7 +44,11 @@ def trl_grpo(inputs: ObjectiveInputs, **settings: Any) -> Tensor:
             "max_completion_length": 16,
             **settings,
         },
-        args=SimpleNamespace(delta=settings.get("delta"), use_bias_correction_kl=False, steps_per_generation=1),
+        args=SimpleNamespace(
+            delta=settings.get("delta"),
+            use_bias_correction_kl=settings.get("use_bias_correction_kl", False),
+            steps_per_generation=1,
+        ),
         model=SimpleNamespace(training=True),
         _metrics=defaultdict(lambda: defaultdict(list)),
         accelerator=SimpleNamespace(
@@ -78,6 +82,10 @@ GRPO: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"loss_type": "dr_grpo"}, {"reduction": Reduction.DIVISOR, "divisor": 16.0}),
     ({"loss_type": "bnpo", "delta": 1.5}, {"dual_clip": 1.5}),
     ({"loss_type": "grpo", "beta": 0.04}, {"reduction": Reduction.SEQUENCES, "kl_coefficient": 0.04}),
+    (
+        {"loss_type": "dapo", "beta": 0.04, "use_bias_correction_kl": True},  # TRL's default where beta is not 0
+        {"reduction": Reduction.WINDOW_TOKENS, "kl_coefficient": 0.04, "kl": KlEstimator.K3_WEIGHTED},
+    ),
 ]
 
 
@@ -162,7 +170,9 @@ def test_verls_policy_loss_is_the_same(mode: str, ours: dict[str, Any]) -> None:
     )
     agree(compute_policy_loss(inputs, ObjectiveSpec(clip_high=0.3, dual_clip=1.3, **ours)), theirs, inputs)
     kl_BA = core.kl_penalty_forward(inputs.log_probs_BA, tensors["ref_log_probs"], "low_var_kl")
-    mine_BA = estimate_divergence(inputs.log_probs_BA, tensors["ref_log_probs"], KlEstimator.K3)
+    mine_BA = estimate_divergence(
+        inputs.log_probs_BA, tensors["ref_log_probs"], tensors["old_log_probs"], KlEstimator.K3
+    )
     torch.testing.assert_close(kl_BA, mine_BA, rtol=BOUND, atol=BOUND)
     whole = core.agg_loss(kl_BA, mask_BA, mode, dp_size=1)
     assert float(whole) > 0

@@ -25,6 +25,7 @@ from replay.tolerances.job_bounds import (
     LOSS,
     TOKEN_LOG_PROBS,
     TOKENS_RMS,
+    NoiseFloor,
     compute_bound,
     name_signature_floor,
 )
@@ -544,6 +545,17 @@ def test_a_gradient_norm_counts_where_the_window_is_the_jobs(
 ) -> None:
     second = replace(make_recorded(RIGHT, NORM, forward=1), **changes)
     assert judge_passes(first, second).outcome is outcome
+
+
+@pytest.mark.parametrize(("floor", "status"), [(2.0, "not judged"), (1e-7, "differs")])
+def test_of_a_gradient_that_is_zero_in_the_job_a_norm_of_rounding_differs_in_nothing(floor: float, status: str) -> None:
+    """GRPO's advantages are all 0 where each answer has the same reward: here the KL's gradient is then rounding."""
+    floors = {1: {GRAD_NORM: NoiseFloor(value=floor, num_values=4)}}
+    zero = Claim(name=GRAD_NORM, values=[0.0])
+    passes = make_recorded(RIGHT, zero), make_recorded(RIGHT, zero, forward=1)
+    verdict = judge_passes(*passes, setting=replace(SETTING, step_floors=floors), grad_norm=3e-7)
+    [finding] = verdict.windows[1].findings
+    assert finding.status == status
 
 
 def test_ranks_of_a_sharded_job_put_their_samples_together() -> None:

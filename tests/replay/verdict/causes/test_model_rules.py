@@ -30,6 +30,7 @@ from replay.verdict.model_facts import ALL_ZEROS, OTHER_TEXT, ModelDifference, M
 from replay.verdict.outcomes import Outcome
 from replay.verdict.recorded_pass import NOTED_LOSS
 from replay.verdict.token_traits import TokenTraits
+from replay.verdict.tried_losses import TriedLoss, TriedLosses
 from tests.replay.verdict.causes.made_evidence import (
     draw_gradients,
     make_forward_evidence,
@@ -443,3 +444,23 @@ def test_numbers_that_all_have_a_doubt_may_be_of_another_objective(
     cause = find_unstated_difference(replace(make_forward_evidence(), verdicts=[make_verdict(0, findings)]))
     assert cause is not None
     assert (cause.name, cause.sureness) == (name, Sureness.MAY_BE)
+
+
+@pytest.mark.parametrize("are_tokens_judged", [False, True])
+@pytest.mark.parametrize("is_objective", [False, True])
+def test_a_noted_loss_alone_does_not_say_that_the_forward_is_another(
+    is_objective: bool, are_tokens_judged: bool
+) -> None:
+    own = TriedLoss(name="", says="", try_next="", loss=1.0, gradient_apart=None)
+    gradients = draw_gradients()
+    [compared] = make_window([gradients], gradients)
+    tried = TriedLosses(own=own, others=[], num_gradients=0) if is_objective else None
+    compared = replace(compared, replayed=replace(compared.replayed, tried_losses=tried))
+    findings = [judge_number(LOSS, 2.0, 1.0, difference=1.0, bound=0.1)]
+    if are_tokens_judged:
+        findings.append(judge_number(TOKEN_LOG_PROBS, 1.0, 1.0, difference=0.0, bound=0.1))
+    evidence = replace(make_forward_evidence(), passes=[compared], verdicts=[make_verdict(0, findings)])
+    cause = find_unstated_difference(evidence)
+    assert cause is not None
+    is_open = is_objective and not are_tokens_judged
+    assert cause.name is (CauseName.OBJECTIVE if is_open else CauseName.MODEL_CODE)

@@ -24,6 +24,7 @@ from replay.verdict.causes.cause import Cause, CauseName, Sureness
 from replay.verdict.causes.objective_rules import find_loss_outside_mask, find_other_objective
 from replay.verdict.causes.table import find_causes
 from replay.verdict.findings import judge_number
+from replay.verdict.outcomes import Outcome
 from replay.verdict.token_traits import TokenTraits
 from replay.verdict.tried_losses import TriedLosses
 from tests.helpers.objective_inputs import ROWS, made
@@ -49,10 +50,16 @@ def record_gradient(inputs: ObjectiveInputs, loss: Tensor) -> ObjectiveInputs:
 
 
 def try_against(
-    job_loss: Callable[[ObjectiveInputs], Tensor], objective: Objective, *, with_gradient: bool = True, seed: int = 0
+    job_loss: Callable[[ObjectiveInputs], Tensor],
+    objective: Objective,
+    *,
+    with_gradient: bool = True,
+    seed: int = 0,
+    num_tokens_of_other_passes: int = 0,
 ) -> tuple[float, TriedLosses | None]:
     """Return the loss of a job that computes `job_loss`, and what a replay with `objective` tries."""
     inputs = made(seed)
+    inputs = replace(inputs, num_window_tokens=inputs.num_window_tokens + num_tokens_of_other_passes)
     loss = job_loss(inputs)
     recorded = record_gradient(inputs, loss) if with_gradient else inputs
 
@@ -63,8 +70,14 @@ def try_against(
     return value, try_losses(objective, make_inputs, inputs.log_probs_BA, value)
 
 
-def find_cause(*tried: tuple[float, TriedLosses | None], wrong: str = LOSS) -> Cause | None:
-    """Find the cause that passes of these losses show; `wrong` is the quantity whose finding differs."""
+def find_cause(
+    *tried: tuple[float, TriedLosses | None], wrong: str = LOSS, num_judged: int | None = None
+) -> Cause | None:
+    """Find the cause that passes of these losses show.
+
+    wrong       the quantity whose finding differs
+    num_judged  passes whose weights are the job's; None: all
+    """
     gradients = draw_gradients()
     passes, verdicts = [], []
     for index, (loss, losses) in enumerate(tried):
@@ -75,7 +88,9 @@ def find_cause(*tried: tuple[float, TriedLosses | None], wrong: str = LOSS) -> C
             judge_number(TOKEN_LOG_PROBS, 1.0, 1.0, difference=float(wrong == TOKEN_LOG_PROBS), bound=1e-5),
         ]
         passes.append(replace(compared, findings=findings, replayed=replace(compared.replayed, tried_losses=losses)))
-        verdicts.append(make_verdict(index, findings))
+        is_judged = num_judged is None or index < num_judged
+        outcome = Outcome.DIFFERS if is_judged else Outcome.CANNOT_TELL
+        verdicts.append(replace(make_verdict(index, findings), outcome=outcome))
     return find_other_objective(replace(make_forward_evidence(), passes=passes, verdicts=verdicts))
 
 
@@ -94,6 +109,14 @@ def compute_policy(
     loss_BA = loss_BA + 0.5 * divergence(log_probs_BA - tensors["ref_log_probs"])
     losses_N = loss_BA[inputs.action_mask_BA]
     return losses_N.sum() / (num_divided_by or len(losses_N))
+
+
+def compute_weighted_divergence(inputs: ObjectiveInputs) -> Tensor:
+    """The clipped loss plus half of k3 times the ratio, as of TRL's `use_bias_correction_kl`."""
+    ratio_BA = (inputs.log_probs_BA - inputs.tensors["old_log_probs"]).exp()
+    log_ratio_BA = inputs.tensors["ref_log_probs"] - inputs.log_probs_BA
+    k3_BA = log_ratio_BA.exp() - log_ratio_BA - 1
+    return compute_policy(inputs, clip) + 0.5 * (ratio_BA * k3_BA)[inputs.action_mask_BA].mean()
 
 
 def clip(ratio_BA: Tensor, advantages_BA: Tensor) -> Tensor:
@@ -136,6 +159,7 @@ WITH_KL = {"loss": "policy", "kl_coefficient": "0.5"}
             "has policy and reference swapped in the KL",
         ),
         (WITH_KL, lambda inputs: compute_policy(inputs, clip), "has no KL term"),
+        (WITH_KL, compute_weighted_divergence, "estimates the KL by k3-weighted, not k3"),
         (DPO, lambda inputs: compute_pairs(inputs, 0.5), "has a beta of 0.5, not 0.1"),
         (DPO, lambda inputs: compute_pairs(inputs, 0.1, has_reference=False), "has no reference"),
         (DPO, lambda inputs: compute_pairs(inputs, 0.1, sign=-1), "prefers the rejected sequences"),
@@ -148,6 +172,25 @@ def test_a_job_s_other_loss_is_named(
     assert cause is not None
     assert words in cause.sentence
     assert (cause.name, cause.sureness) == (CauseName.OBJECTIVE, Sureness.IS)
+
+
+def test_a_loss_over_the_tokens_of_all_passes_of_the_step_is_named() -> None:
+    def compute(inputs: ObjectiveInputs) -> Tensor:
+        return compute_policy(inputs, clip, num_divided_by=inputs.num_window_tokens)
+
+    tried = [try_against(compute, open_objective(**POLICY), seed=seed, num_tokens_of_other_passes=9) for seed in (0, 1)]
+    cause = find_cause(*tried)
+    assert cause is not None
+    assert cause.sentence.startswith("the job's loss is the sum over its tokens divided by the tokens of all passes")
+    assert "if the job is meant so: --reduction window-tokens; " in str(cause.try_next)
+
+
+@pytest.mark.parametrize(("num_judged", "is_named"), [(None, False), (1, True)])
+def test_a_pass_after_a_wrong_step_says_nothing_about_the_loss(num_judged: int | None, is_named: bool) -> None:
+    """The replay stepped with a gradient that is not the job's, so that none of its losses is the job's any more."""
+    before = try_against(lambda inputs: compute_policy(inputs, clip, on_policy=True), open_objective(**POLICY))
+    cause = find_cause(before, try_against(compute_half, open_objective(**POLICY), seed=1), num_judged=num_judged)
+    assert (cause is not None) is is_named
 
 
 def test_values_alone_need_several_passes_to_be_sure() -> None:
