@@ -322,8 +322,8 @@ def find_unstated_difference(evidence: CauseEvidence) -> Cause | None:
         return Cause(
             name=CauseName.OBJECTIVE,
             sureness=Sureness.MAY_BE,
-            sentence=f"the noted loss is not the replay's, {name_time(first)}; without log-probs of the job nothing tells "
-            "another objective from another forward",
+            sentence=f"the noted loss is not the replay's, {name_time(first)}; without log-probs of the job nothing "
+            "tells another objective from another forward",
             try_next="compare the line `loss` with the settings of the job's objective; then the line `layer`",
             explains=ALL_FINDINGS,
         )
