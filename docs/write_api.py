@@ -10,15 +10,16 @@ from pathlib import Path
 from typing import Any
 
 import replay
+from docs.generated_block import insert_lines
 
 PAGE = Path(__file__).parent / "api.md"
-BEGIN, END = "<!-- reference: begin -->", "<!-- reference: end -->"
 # The argument or field of a docstring's list, and what it is.
 ENTRY = re.compile(r"(?P<names>\w+(?:, \w+)*)  +(?P<text>\S.*)")
 
 
 def list_reference() -> Iterator[str]:
     """Yield the lines of the reference: functions first, then classes, each in alphabetical order."""
+    yield ""
     exports = {name: getattr(replay, name) for name in replay.__all__}
     for name, function in exports.items():
         if not inspect.isclass(function):
@@ -72,12 +73,5 @@ def format_docstring(documented: Any) -> Iterator[str]:
         yield ""
 
 
-def insert_reference(text: str) -> str:
-    """Return the page with the reference as it is now."""
-    before, _, rest = text.partition(BEGIN)
-    _, _, after = rest.partition(END)
-    return "\n".join([before + BEGIN, "", *list_reference()]) + END + after
-
-
 if __name__ == "__main__":
-    PAGE.write_text(insert_reference(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+    PAGE.write_text(insert_lines(PAGE.read_text(encoding="utf-8"), "reference", list_reference()), encoding="utf-8")

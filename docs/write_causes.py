@@ -5,11 +5,11 @@ python -m docs.write_causes
 
 from pathlib import Path
 
+from docs.generated_block import insert_lines
 from replay.verdict.causes.table import RULES
 
 PAGE = Path(__file__).parent / "verdict.md"
 SKILL = Path(__file__).parent.parent / "skills" / "debug-training-step" / "SKILL.md"
-BEGIN, END = "<!-- causes: begin -->", "<!-- causes: end -->"
 
 
 def list_causes() -> list[str]:
@@ -27,13 +27,6 @@ def list_meanings() -> list[str]:
     return lines + [f"| {name} | {'; or '.join(dict.fromkeys(texts))} |" for name, texts in meanings.items()]
 
 
-def insert_table(text: str, lines: list[str]) -> str:
-    """Return the page with the table as it is now."""
-    before, _, rest = text.partition(BEGIN)
-    _, _, after = rest.partition(END)
-    return "\n".join([before + BEGIN, *lines, END + after])
-
-
 if __name__ == "__main__":
-    PAGE.write_text(insert_table(PAGE.read_text(), list_causes()))
-    SKILL.write_text(insert_table(SKILL.read_text(), list_meanings()))
+    PAGE.write_text(insert_lines(PAGE.read_text(), "causes", list_causes()))
+    SKILL.write_text(insert_lines(SKILL.read_text(), "causes", list_meanings()))

@@ -12,6 +12,7 @@ import pytest
 
 from capture.cli import build_parser as build_capture_parser
 from docs import write_api, write_options
+from docs.generated_block import insert_lines
 from replay.command_line.cli import parse_command_line
 from tests.helpers.machine import job_environment
 from tests.warm import warm_bin
@@ -146,7 +147,7 @@ def test_the_pages_are_short() -> None:
 
 def test_the_reference_of_the_api_is_what_the_docstrings_say() -> None:
     text = write_api.PAGE.read_text(encoding="utf-8")
-    assert write_api.insert_reference(text) == text, "run `python -m docs.write_api`"
+    assert insert_lines(text, "reference", write_api.list_reference()) == text, "run `python -m docs.write_api`"
 
 
 def test_the_options_of_a_run_are_those_that_are_declared() -> None:

@@ -1,62 +1,39 @@
 """docs/tolerances.md has every tolerance of the code, with the value that the code has."""
 
-import importlib
 import re
-from collections.abc import Iterator, Mapping
 from pathlib import Path
-from types import ModuleType
-from typing import Any
 
 import pytest
 
+from docs.generated_block import insert_lines
+from docs.write_constants import MODULES, PAGE, format_number, list_constants
+
 ROOT = Path(__file__).parents[3]
-ROW = re.compile(r"^\| `(?P<file>[\w/]+\.py)` \| `(?P<name>[A-Z0-9_]+)(: (?P<key>[^`]+))?` \| (?P<value>[^|]+) \|$")
 
 
-def rows() -> list[tuple[str, str, str | None, str]]:
-    lines = (ROOT / "docs" / "tolerances.md").read_text().splitlines()
-    return [(m["file"], m["name"], m["key"], m["value"].strip()) for line in lines if (m := ROW.match(line))]
+def test_the_page_lists_the_constants() -> None:
+    text = PAGE.read_text()
+    assert insert_lines(text, "constants", list_constants()) == text, "run: python -m docs.write_constants"
 
 
-def module_of(file: str) -> ModuleType:
-    return importlib.import_module(file.removesuffix(".py").replace("/", "."))
+def test_the_table_lists_each_number_that_a_module_writes_down() -> None:
+    """By the text of one module alone, so that a constant which the builder overlooks is seen."""
+    name = "replay.tolerances.run_bounds"
+    assert name in MODULES
+    source = (ROOT / name.replace(".", "/")).with_suffix(".py").read_text()
+    written = set(re.findall(r"^([A-Z_]+)(?:: [^=]+)? = [\d.e-]+$", source, re.MULTILINE))
+    assert len(written) > 5
+    listed = {line.split("`")[3] for line in list_constants() if line.startswith(f"| `{name}`")}
+    assert written <= listed
 
 
-def number(text: str) -> float:
-    base, _, power = text.partition("^")
-    return float(base) ** int(power or 1)
+@pytest.mark.parametrize(
+    ("value", "text"), [(2**-8, "2^-8"), (0.5, "0.5"), (0.25, "0.25"), (64.0, "64"), (1e-5, "1e-05"), (0.001, "0.001")]
+)
+def test_small_powers_of_two_are_written_as_powers(value: float, text: str) -> None:
+    assert format_number(value) == text
 
 
-def read_numbers(value: Any) -> tuple[float, ...]:
-    return tuple(map(float, value)) if isinstance(value, tuple) else (float(value),)
-
-
-@pytest.mark.parametrize(("file", "name", "key", "value"), rows(), ids=lambda part: str(part).rpartition("/")[2])
-def test_a_constant_has_the_value_that_the_page_gives(file: str, name: str, key: str | None, value: str) -> None:
-    found = getattr(module_of(file), name)
-    assert read_numbers(found if key is None else found[key]) == tuple(map(number, value.split(", ")))
-
-
-def constants(module: ModuleType) -> Iterator[tuple[str, str | None]]:
-    """The floats that a file defines itself, alone or in a table."""
-    assert module.__file__ is not None
-    own = set(re.findall(r"^([A-Z0-9_]+)\b[^=\n]*=", Path(module.__file__).read_text(), re.MULTILINE))
-    for name in sorted(own):
-        value = getattr(module, name)
-        if isinstance(value, float):
-            yield name, None
-        elif isinstance(value, Mapping):
-            yield from ((name, str(key)) for key, number in value.items() if isinstance(number, float | tuple))
-
-
-@pytest.mark.parametrize("file", sorted({file for file, *_ in rows()}))
-def test_every_constant_of_a_file_that_the_page_names_is_on_the_page(file: str) -> None:
-    on_page = {(name, key) for other, name, key, _ in rows() if other == file}
-    assert set(constants(module_of(file))) <= on_page
-
-
-def test_every_file_that_the_page_mentions_is_there() -> None:
-    text = (ROOT / "docs" / "tolerances.md").read_text()
-    mentioned = set(re.findall(r"`((?:replay|actor_init|tests)/[\w/]+\.py)`", text))
-    assert len(rows()) > 40
-    assert all((ROOT / path).is_file() for path in mentioned)
+def test_a_page_without_the_block_is_refused() -> None:
+    with pytest.raises(ValueError, match="the page has no block constants: write <!-- constants: begin -->"):
+        insert_lines("no marks", "constants", [])

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from docs.write_causes import PAGE, SKILL, insert_table, list_causes, list_meanings
+from docs.generated_block import insert_lines
+from docs.write_causes import PAGE, SKILL, list_causes, list_meanings
 from replay.verdict.causes.cause import Cause, CauseName, Sureness
 from replay.verdict.causes.evidence import CauseEvidence, CauseRule
 from replay.verdict.causes.table import RULES, find_causes, may_lie_in_layer, split_unexplained
@@ -137,7 +138,7 @@ def test_without_a_wrong_number_there_is_no_cause() -> None:
 @pytest.mark.parametrize(("page", "lines"), [(PAGE, list_causes()), (SKILL, list_meanings())])
 def test_the_pages_list_the_rules(page: Path, lines: list[str]) -> None:
     text = page.read_text()
-    assert insert_table(text, lines) == text, "run: python -m docs.write_causes"
+    assert insert_lines(text, "causes", lines) == text, "run: python -m docs.write_causes"
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.job)
