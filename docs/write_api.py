@@ -6,12 +6,33 @@ python -m docs.write_api
 import inspect
 import re
 from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import replay
 from docs.generated_block import insert_lines
+from replay.commands.check_upgrade.result import UpgradeCheck
+from replay.commands.diagnose.report import DiagnoseResult
+from replay.commands.doctor.report import MachineReport
+from replay.commands.inspect.inspection import Inspection
+from replay.commands.minimise.runs import MinimiseResult
+from replay.commands.mismatch.report import MismatchResult
+from replay.commands.parity.runs import ParityResult
+from replay.commands.recompiles.runs import RecompilesResult
+from replay.commands.scan.runs import ScanResult
+from replay.commands.suite.runs import SuiteResult
+from replay.commands.worst.runs import WorstResult
+from replay.post_mortem.hang import HangReport
+from replay.verdict.causes.cause import Cause
+from replay.verdict.outcomes import Coverage, Verdict
 
+# What the functions return, beside the classes that `import replay` offers itself.
+RESULTS = (
+    *(Verdict, Coverage, Cause, Inspection, HangReport, MachineReport, UpgradeCheck),
+    *(DiagnoseResult, MinimiseResult, MismatchResult, ParityResult, RecompilesResult, ScanResult, SuiteResult),
+    WorstResult,
+)
 PAGE = Path(__file__).parent / "api.md"
 # The argument or field of a docstring's list, and what it is.
 ENTRY = re.compile(r"(?P<names>\w+(?:, \w+)*)  +(?P<text>\S.*)")
@@ -30,6 +51,10 @@ def list_reference() -> Iterator[str]:
         if inspect.isclass(kind):
             yield from [f"### {name}", "", *format_docstring(kind)]
             yield from list_members(kind)
+    for kind in RESULTS:
+        yield from [f"### {kind.__name__}", "", *format_docstring(kind)]
+        yield from list_other_fields(kind)
+        yield from list_members(kind)
 
 
 def format_call(name: str, function: Any) -> str:
@@ -41,6 +66,18 @@ def format_call(name: str, function: Any) -> str:
     return f"replay.{name}{inspect.Signature(parameters)}"
 
 
+def list_other_fields(kind: type) -> Iterator[str]:
+    """Yield a line with the type of each field that the class's docstring does not describe."""
+    described = {name for line in (inspect.getdoc(kind) or "").splitlines() if (entry := ENTRY.fullmatch(line))
+                 for name in entry["names"].split(", ")}  # fmt: skip
+    others = [field for field in fields(kind) if field.name not in described and not field.name.startswith("_")]
+    for field in others:
+        of_type = re.sub(r"\b[a-z_]+(?:\.\w+)*\.(?=\w)", "", inspect.formatannotation(field.type))
+        yield f"* `{field.name}`: `{of_type}`"
+    if others:
+        yield ""
+
+
 def list_members(kind: type) -> Iterator[str]:
     """Yield a line for each public property and method that a class of this project gives a docstring."""
     members = {
@@ -48,7 +85,7 @@ def list_members(kind: type) -> Iterator[str]:
         for owner in reversed(kind.__mro__)
         if owner.__module__.partition(".")[0] in ("replay", "actor_init", "capture")
         for name, member in vars(owner).items()
-        if not name.startswith("_")
+        if not name.startswith(("_", "from_"))
     }
     lines = []
     for name, member in members.items():

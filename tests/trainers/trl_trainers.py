@@ -126,14 +126,18 @@ def grpo(folder: Path) -> list[float]:
     return means
 
 
+NOTED = "advantages", "old_per_token_logps", "ref_per_token_logps"
+
+
 class NotedGRPO(GRPOTrainer):  # type: ignore[misc]
     """The trainer of docs/start.md."""
 
     losses: list[float]
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
-        names = ("advantages", "old_per_token_logps", "ref_per_token_logps", "num_items_in_batch")
-        noted = {name: inputs[name] for name in names if inputs.get(name) is not None}
+        noted = {name: inputs[name] for name in NOTED if inputs.get(name) is not None}
+        share = self.current_gradient_accumulation_steps / self.args.steps_per_generation
+        noted["num_items_in_batch"] = inputs["num_items_in_batch"] * share
         capture.note_next(action_mask=inputs["completion_mask"], **noted)
         loss: torch.Tensor = super()._compute_loss(model, inputs)
         capture.note(loss=loss)
@@ -142,10 +146,9 @@ class NotedGRPO(GRPOTrainer):  # type: ignore[misc]
 
 
 def noted_grpo(folder: Path) -> list[float]:
-    """Train two steps of two passes on each batch of samples: from the second one on the policy is not the old one."""
-    trainer = make_grpo(
-        NotedGRPO, folder, beta=0.1, num_iterations=2, gradient_accumulation_steps=2, learning_rate=1e-3, max_steps=4
-    )
+    """Take two steps of two passes on each batch of samples: from the second one on the policy is not the old one."""
+    trained = {"steps_per_generation": 4, "gradient_accumulation_steps": 2, "learning_rate": 1e-3, "max_steps": 4}
+    trainer = make_grpo(NotedGRPO, folder, beta=0.1, **trained)
     losses: list[float] = []
     trainer.losses = losses
     trainer.train()
