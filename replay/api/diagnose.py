@@ -30,7 +30,7 @@ def diagnose(
     options    of the actor, as `replay diagnose --help-all` lists them, with `_` for `-`; `learning_rate` is that of
                the steps, and 4 inputs are taken on each data rank unless `max_inputs` says otherwise
 
-    Raises UsageError for an option or a file that cannot be, and inside an open process group, RunFailedError where the
+    Raises UsageError for an option or a file that cannot be, or inside an open process group; RunFailedError where the
     processes ended before the last check. On KeyboardInterrupt the ranks are ended, and `replay.open` reads the checks
     that ran, from the folder that the exception's note names.
     """

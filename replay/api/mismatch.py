@@ -37,7 +37,7 @@ def mismatch(
     processes          how many to start, as a launcher would; None: tp x ring
     options            of the replays, as `replay mismatch --help-all` lists them, with `_` for `-`
 
-    Raises UsageError for an option or a file that cannot be, and inside an open process group, RunFailedError where the
+    Raises UsageError for an option or a file that cannot be, or inside an open process group; RunFailedError where the
     processes ended before the last replay. On KeyboardInterrupt the ranks are ended, and `replay.open` reads what was
     measured, from the folder that the exception's note names.
     """

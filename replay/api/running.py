@@ -59,7 +59,7 @@ def run(
     processes  how many to start, as a launcher would; None: tp x ring
     options    as `replay --help-all` lists them, with `_` for `-`: `max_inputs=8`, `step=True`, `compile=True`
 
-    Raises UsageError for an option or a file that cannot be, and inside an open process group, RunFailedError where the
+    Raises UsageError for an option or a file that cannot be, or inside an open process group; RunFailedError where the
     processes ended without a log. On KeyboardInterrupt the ranks are ended; the log then says that it was interrupted.
     """
     spec = build_spec({"inputs": inputs, **options})
