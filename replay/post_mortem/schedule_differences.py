@@ -131,7 +131,7 @@ def _compare_order(schedule: Schedule) -> ScheduleDifference | None:
         ranks=ranks,
         text=f"{_format_ranks(ranks)} {'trains' if trains else 'runs without autograd'}, and others do not",
         remedy="call the model in the same order on every rank: training and rollout passes alike",
-        exception="DDP meets in rollout passes only where the model has buffers",
+        exception="under DDP it hangs only if the model has buffers",
     )
 
 
@@ -208,7 +208,7 @@ def _describe_step_difference(number: int, ranks: tuple[int, ...], steps: int, u
         f"and others {usual}",
         remedy="step after as many passes on every rank: by a count that all ranks share, not by tokens or by what is "
         "left of a rank's own data",
-        exception="passes of a window without a step meet under DDP with no_sync alone",
+        exception="under DDP with no_sync it does not hang: passes without a step wait for no rank",
     )
 
 
@@ -242,7 +242,7 @@ def _compare_backwards(schedule: Schedule) -> ScheduleDifference | None:
                     ranks=ranks,
                     text=f"{_format_ranks(ranks)} {'makes' if len(ranks) == 1 else 'make'} no backward, and others do",
                     remedy="make a backward on every rank; without a loss one of 0 * output.sum()",
-                    exception="DDP meets where the window has a later backward and this one is under no_sync",
+                    exception="under DDP it does not hang if this backward is under no_sync and the window has a later one",
                 )
     return None
 
@@ -315,7 +315,7 @@ def _compare_dtypes(schedule: Schedule) -> ScheduleDifference | None:
         ranks=ranks,
         text=f"{_format_ranks(ranks)} {'computes' if len(ranks) == 1 else 'compute'} in {dtype}, and others in {usual}",
         remedy="use the same autocast and weights' dtype on every rank",
-        exception="DDP meets where the gradients have one dtype",
+        exception="under DDP it does not hang if the gradients have one dtype",
     )
 
 
@@ -358,7 +358,7 @@ def _compare_shapes(schedule: Schedule, equal_shapes: bool) -> ScheduleDifferenc
         text=f"{_format_ranks(ranks)} {_has(ranks)} {shape[0]} rows of {shape[1]}, and others {usual[0]} of {usual[1]}",
         remedy="pad to the longest row of all ranks before tensors are gathered (accelerate: "
         "pad_across_processes), and drop or fill batches of fewer rows",
-        exception="collectives of weights and gradients alone meet whatever the rows are",
+        exception="a job whose collectives are of weights and gradients alone does not hang by it",
     )
 
 

@@ -46,7 +46,7 @@ def scan(
     """Find the inputs that fail or hang, in groups of their own.
 
     Each group has its own processes, so one that fails or hangs ends no other. Exit code 0: every pass was
-    replayed, and none differs from the job; 1: one failed or differs.
+    replayed, and none differs from the job or is not finite; 1: one failed, differs or is not finite.
     """
     limits = RunLimits(run_limit_seconds=run_limit, total_seconds=time_limit, at_once=at_once)
     if continue_ is not None:

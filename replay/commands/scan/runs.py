@@ -99,6 +99,8 @@ class ScanGroup:
     outcome: str = ""
     # The verdict in words, or the error.
     said: str = ""
+    # The first tensor with a nan or an inf, and its pass; empty: none is known.
+    not_finite: str = ""
     seconds: float | None = None
     # Folder of the run's log, relative to the folder of scan.json.
     log: str | None = None
@@ -117,7 +119,18 @@ class ScanGroup:
         # With a verdict, the exit code 1 means that a file before the group's inputs is damaged.
         if verdict is None or child.exit_code not in (0, 1):
             return replace(ended, state=GroupState.FAILED, said=child.error)
-        return replace(ended, state=GroupState.DONE, outcome=verdict.outcome, said=_describe_verdict(verdict))
+        tensors = (
+            f"pass {record.index + 1}, {record.source}: {record.first_non_finite}"
+            for record in records
+            if record.first_non_finite is not None
+        )
+        return replace(
+            ended,
+            state=GroupState.DONE,
+            outcome=verdict.outcome,
+            said=_describe_verdict(verdict),
+            not_finite=next(tensors, ""),
+        )
 
 
 def _describe_verdict(verdict: Verdict) -> str:
@@ -201,7 +214,9 @@ def _run(campaign: Campaign[ScanPlan], executor: Executor, limits: RunLimits, sc
     console.finish()
     interruption.reraise(campaign.folder)
     bad = (Outcome.DIFFERS, Outcome.UNSETTLED)
-    is_clean = all(group.state is GroupState.DONE and group.outcome not in bad for group in groups)
+    is_clean = all(
+        group.state is GroupState.DONE and group.outcome not in bad and not group.not_finite for group in groups
+    )
     exit_code = 0 if is_clean and not campaign.plan.damaged else 1
     return ScanResult.from_campaign(campaign, exit_code=exit_code, groups=groups, damaged=campaign.plan.damaged)
 
@@ -253,6 +268,9 @@ class ScanConsole:
             ("failed", f"{_describe_inputs(group)}: {group.said}")
             for group in groups
             if group.state is GroupState.FAILED
+        ]
+        failed += [
+            ("not finite", f"{_describe_inputs(group)}: {group.not_finite}") for group in groups if group.not_finite
         ]
         counts = Counter(group.outcome or group.state.value for group in groups)
         is_open = any(group.state is GroupState.PENDING for group in groups)

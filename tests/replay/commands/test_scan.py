@@ -3,7 +3,7 @@
 import json
 import shutil
 import signal
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -160,17 +160,23 @@ def mean(inputs):
 
 
 class LoggedRuns:
-    """In the place of the processes: a log of each group, with its outcome and its failed passes, by their index."""
+    """In the place of the processes: a log of each group, with its outcome and its failed passes, by their index.
 
-    def __init__(self, *ends: tuple[Outcome, Sequence[int]]) -> None:
+    not_finite  by the number of a group, the tensor of its second pass that is not finite
+    """
+
+    def __init__(self, *ends: tuple[Outcome, Sequence[int]], not_finite: Mapping[int, str] | None = None) -> None:
         self.ends = ends
+        self.not_finite = not_finite or {}
         self.tasks: list[Task] = []
 
     def __call__(self, task: Task) -> ProcessResult:
         outcome, failed = self.ends[len(self.tasks)]
+        tensor = self.not_finite.get(len(self.tasks))
         self.tasks.append(task)
         boom: dict[str, Any] = {"error": "boom", "error_type": "RuntimeError"}
         records = [record(index, **(boom if index in failed else {})) for index in range(3)]
+        records[1] = replace(records[1], first_non_finite=tensor)
         task.output.parent.mkdir(parents=True, exist_ok=True)
         task.output.write_text("")
         verdict = replace(VERDICT, outcome=outcome, counts={outcome: 3})
@@ -210,6 +216,21 @@ def test_each_fault_by_itself_decides_the_exit_code(
     assert [group["said"] for group in result.result["groups"]][:2] == ["3 REPRODUCED", says]
     assert [group["state"] for group in result.result["groups"]][1] == ("failed" if failed else "done")
     assert len(result.result["damaged"]) == is_damaged
+
+
+def test_a_group_with_a_nan_is_named_though_the_job_had_it_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
+) -> None:
+    """The verdict of such a group is REPRODUCED, and who scans for the NaN of a job has to find it."""
+    write_passes(tmp_path / "inputs", {0: "tttttt"})
+    reproduced = (Outcome.REPRODUCED, ())
+    end_each_task(LoggedRuns(reproduced, reproduced, not_finite={1: "output of model.norm"}), monkeypatch)
+    assert main(["scan", "--inputs", str(tmp_path / "inputs"), "--group", "3", "--log-folder", str(tmp_path)]) == 1
+    said = capsys.readouterr().out
+    assert "not finite inputs 4 to 6: pass 2, input_1.pkl: output of model.norm\n" in said
+    (path,) = tmp_path.glob("*/scan.json")
+    groups = json.loads(path.read_text())["result"]["groups"]
+    assert [group["not_finite"] for group in groups] == ["", "pass 2, input_1.pkl: output of model.norm"]
 
 
 def test_groups_are_whole_windows_of_the_inputs_that_are_not_skipped() -> None:
