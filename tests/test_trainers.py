@@ -240,10 +240,18 @@ def test_trl(kind: str, tmp_path: Path, one_world: None) -> None:
 
 
 @pytest.mark.skipif(not find_spec("trl"), reason="needs the extra trainers")
-def test_a_grpo_job_of_trl_that_notes_its_loss_is_reproduced(tmp_path: Path, one_world: None) -> None:
-    run_job(tmp_path, ONE, "trl_trainers", "noted-grpo")
-    typed = ["--reduction", "window-tokens", "--kl-coefficient", "0.1", "--kl", "k3-weighted"]
-    assert replayed_losses(tmp_path, *typed, loss="policy", outcome="REPRODUCED") == pytest.approx(
+@pytest.mark.parametrize(
+    ("kind", "loss", "typed"),
+    [
+        ("noted-grpo", "policy", "--reduction window-tokens --kl-coefficient 0.1 --kl k3-weighted"),
+        ("noted-dpo", "dpo", "--dpo-beta 0.1"),
+    ],
+)
+def test_a_job_of_trl_that_notes_its_loss_is_reproduced(
+    kind: str, loss: str, typed: str, tmp_path: Path, one_world: None
+) -> None:
+    run_job(tmp_path, ONE, "trl_trainers", kind)
+    assert replayed_losses(tmp_path, *typed.split(), loss=loss, outcome="REPRODUCED") == pytest.approx(
         losses_of(tmp_path), abs=1e-6
     )
 

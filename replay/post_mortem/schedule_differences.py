@@ -242,7 +242,7 @@ def _compare_backwards(schedule: Schedule) -> ScheduleDifference | None:
                     ranks=ranks,
                     text=f"{_format_ranks(ranks)} {'makes' if len(ranks) == 1 else 'make'} no backward, and others do",
                     remedy="make a backward on every rank; without a loss one of 0 * output.sum()",
-                    exception="under DDP it does not hang if this backward is under no_sync and the window has a later one",
+                    exception="under DDP it does not hang if this backward is under no_sync, and a later one is not",
                 )
     return None
 

@@ -1,4 +1,4 @@
-"""TRL's trainers: python trl_trainers.py FOLDER sft | packed-sft | detached-sft | dpo | grpo | noted-grpo
+"""TRL's trainers: python trl_trainers.py FOLDER sft | packed-sft | detached-sft | dpo | noted-dpo | grpo | noted-grpo
 
 The losses of DPO and GRPO are not a mean of log-probs, so what is left for comparison is minus the mean log-prob of the
 completions' tokens, as these trainers computed it from the model they train.
@@ -78,17 +78,45 @@ class CompletionsDPO(DPOTrainer):  # type: ignore[misc]
         return result
 
 
-def dpo(folder: Path) -> list[float]:
-    trainer = CompletionsDPO(
+def make_dpo(cls: type[DPOTrainer], folder: Path, **more: Any) -> DPOTrainer:
+    return cls(
         model=make_model(folder),
         ref_model=make_model(folder, saves=False),
-        args=DPOConfig(**settings(folder)),
+        args=DPOConfig(**{**settings(folder), **more}),
         train_dataset=Dataset.from_dict({"prompt": PROMPTS, "chosen": ANSWERS, "rejected": OTHERS}),
         processing_class=make_tokenizer(),
     )
-    trainer.means = []
+
+
+def dpo(folder: Path) -> list[float]:
+    trainer = make_dpo(CompletionsDPO, folder)
+    means: list[float] = []
+    trainer.means = means
     trainer.train()
-    return trainer.means
+    return means
+
+
+class NotedDPO(DPOTrainer):  # type: ignore[misc]
+    """As docs/start.md says of it."""
+
+    losses: list[float]
+
+    def _compute_loss(self, model: Any, inputs: dict[str, torch.Tensor], return_outputs: bool) -> Any:
+        noted = {name: inputs[name] for name in ("ref_chosen_logps", "ref_rejected_logps")}
+        capture.note_next(action_mask=inputs["completion_mask"], **noted)
+        result = super()._compute_loss(model, inputs, return_outputs)
+        loss = result[0] if return_outputs else result
+        capture.note(loss=loss)
+        self.losses.append(loss.item())
+        return result
+
+
+def noted_dpo(folder: Path) -> list[float]:
+    trainer = make_dpo(NotedDPO, folder, precompute_ref_log_probs=True, learning_rate=1e-3)
+    losses: list[float] = []
+    trainer.losses = losses
+    trainer.train()
+    return losses
 
 
 class CompletionsGRPO(GRPOTrainer):  # type: ignore[misc]
@@ -165,12 +193,14 @@ def main(folder: Path, kind: str) -> None:
             losses = sft(folder, is_detached=True, max_length=64)
         case "dpo":
             losses = dpo(folder)
+        case "noted-dpo":
+            losses = noted_dpo(folder)
         case "grpo":
             losses = grpo(folder)
         case "noted-grpo":
             losses = noted_grpo(folder)
         case _:
-            raise ValueError(f"{kind!r} is none of sft, packed-sft, detached-sft, dpo, grpo, noted-grpo")
+            raise ValueError(f"{kind!r} is none of sft, packed-sft, detached-sft, dpo, noted-dpo, grpo, noted-grpo")
     write_losses(folder, losses)
 
 
