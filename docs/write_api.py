@@ -12,6 +12,7 @@ from typing import Any
 
 import replay
 from docs.generated_block import insert_lines
+from replay.api.run import RunVerdict
 from replay.commands.check_upgrade.result import UpgradeCheck
 from replay.commands.diagnose.report import DiagnoseResult
 from replay.commands.doctor.report import MachineReport
@@ -25,11 +26,11 @@ from replay.commands.suite.runs import SuiteResult
 from replay.commands.worst.runs import WorstResult
 from replay.post_mortem.hang import HangReport
 from replay.verdict.causes.cause import Cause
-from replay.verdict.outcomes import Coverage, Verdict
+from replay.verdict.outcomes import Coverage
 
 # What the functions return, beside the classes that `import replay` offers itself.
 RESULTS = (
-    *(Verdict, Coverage, Cause, Inspection, HangReport, MachineReport, UpgradeCheck),
+    *(RunVerdict, Coverage, Cause, Inspection, HangReport, MachineReport, UpgradeCheck),
     *(DiagnoseResult, MinimiseResult, MismatchResult, ParityResult, RecompilesResult, ScanResult, SuiteResult),
     WorstResult,
 )
@@ -67,15 +68,35 @@ def format_call(name: str, function: Any) -> str:
 
 
 def list_other_fields(kind: type) -> Iterator[str]:
-    """Yield a line with the type of each field that the class's docstring does not describe."""
-    described = {name for line in (inspect.getdoc(kind) or "").splitlines() if (entry := ENTRY.fullmatch(line))
-                 for name in entry["names"].split(", ")}  # fmt: skip
-    others = [field for field in fields(kind) if field.name not in described and not field.name.startswith("_")]
+    """Yield a line for each field that the class's own docstring does not describe.
+
+    It has the text of a base class's docstring, else the field's type.
+    """
+    bases = [base for base in kind.__mro__[1:] if base.__module__.partition(".")[0] == "replay"]
+    inherited = {name: text for base in reversed(bases) for name, text in read_entries(base)}
+    own = {name for name, _ in read_entries(kind)}
+    others = [field for field in fields(kind) if field.name not in own and not field.name.startswith("_")]
     for field in others:
         of_type = re.sub(r"\b[a-z_]+(?:\.\w+)*\.(?=\w)", "", inspect.formatannotation(field.type))
-        yield f"* `{field.name}`: `{of_type}`"
+        yield f"* `{field.name}`: {inherited.get(field.name, f'`{of_type}`')}"
     if others:
         yield ""
+
+
+def read_entries(kind: type) -> Iterator[tuple[str, str]]:
+    """Yield each field that a class's docstring describes, with its text in one line."""
+    entries: dict[str, str] = {}
+    names: list[str] = []
+    for line in inspect.cleandoc(kind.__doc__ or "").splitlines():
+        entry = ENTRY.fullmatch(line)
+        if entry:
+            names = entry["names"].split(", ")
+            entries |= dict.fromkeys(names, entry["text"])
+        elif names and line.startswith("  "):
+            entries |= {name: f"{entries[name]} {line.strip()}" for name in names}
+        else:
+            names = []
+    yield from entries.items()
 
 
 def list_members(kind: type) -> Iterator[str]:
