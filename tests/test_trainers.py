@@ -197,6 +197,12 @@ def test_a_lora_adapter_as_trained(typed: str, lora_job: Path, tmp_path: Path, o
     assert verdict["window_counts"] == {"REPRODUCED": 3}
 
 
+def test_a_job_that_was_tensor_parallel_is_reproduced_by_one_process(tmp_path: Path, one_world: None) -> None:
+    """Its two ranks have the same micro-batches, and the replay is fed both."""
+    run_job(tmp_path, [*TORCHRUN, "2", "-m"], "tensor_parallel", cold=False)
+    assert replayed_losses(tmp_path, loss="sft", outcome="REPRODUCED") == pytest.approx(losses_of(tmp_path), rel=BOUND)
+
+
 @pytest.mark.skipif(not find_spec("peft"), reason="needs peft")
 def test_a_lora_adapter_that_is_merged_has_the_losses_alone(lora_job: Path, tmp_path: Path, one_world: None) -> None:
     typed = ["--model", str(lora_job / "merged"), "--backend", "fsdp2"]
