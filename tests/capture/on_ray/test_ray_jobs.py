@@ -55,7 +55,7 @@ def collect(cluster: TwoNodes, folder: str, home: Path) -> int:
 
 
 def test_the_job_of_the_documentation_comes_home_and_is_reproduced(
-    cluster: TwoNodes, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    cluster: TwoNodes, tmp_path: Path, capfd: pytest.CaptureFixture[str], one_world: None
 ) -> None:
     guide = (ROOT / "docs" / "clusters.md").read_text()
     (program,) = re.findall(r"```python\n(.*?)```", guide, re.DOTALL)
@@ -73,6 +73,7 @@ def test_the_job_of_the_documentation_comes_home_and_is_reproduced(
     typed = command.replace("/shared", str(tmp_path)).split()
     assert replay_main([*typed, "--verdict", "strict", "--log-folder", str(logs)]) == 0
     said = capfd.readouterr().out
+    assert "verdict    REPRODUCED\n" in said, said
     assert "8 of 8 passes and 4 of 4 steps judged" in said, said
     assert read_log(next(logs.iterdir()))[0]["status"] == "finished"
 
