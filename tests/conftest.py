@@ -209,6 +209,17 @@ def world() -> Iterator["World"]:
         yield world
 
 
+@pytest.fixture(autouse=True)
+def deepspeed_keeps_a_living_group() -> Iterator[None]:
+    """Name the test that closes the group which DeepSpeed keeps: every later one of DeepSpeed in its process fails."""
+    yield
+    comm = sys.modules.get("deepspeed.comm.comm")
+    if comm is not None and comm.cdb is not None:
+        import torch.distributed as dist
+
+        assert dist.is_initialized(), "the process group that DeepSpeed holds is closed: add the fixture one_world"
+
+
 @pytest.fixture
 def one_world(world: "World", monkeypatch: pytest.MonkeyPatch) -> None:
     """DeepSpeed keeps its process groups for good, so a second group in one process would be none of its own."""
