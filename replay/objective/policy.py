@@ -50,8 +50,8 @@ def compute_clipped_loss(log_probs_BA: Tensor, old_BA: Tensor, advantages_BA: Te
 def estimate_divergence(log_probs_BA: Tensor, reference_BA: Tensor, old_BA: Tensor, estimator: KlEstimator) -> Tensor:
     """Estimate for each token the KL divergence of the policy to the reference.
 
-    k3-weighted is k3 times the ratio of the policy to the old one (https://arxiv.org/abs/2512.02556), as
-    TRL adds it by default.
+    k3-weighted is k3 times the ratio of the policy to the old one (https://arxiv.org/abs/2512.02556), as TRL adds it by
+    default.
     """
     log_ratio_BA = log_probs_BA - reference_BA
     match estimator:
