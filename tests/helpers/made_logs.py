@@ -12,6 +12,7 @@ from replay.runlog.records import PassRecord
 from replay.runlog.run_file import RunEnd, RunWork
 from replay.runlog.summary import summarize
 from replay.runlog.writer import Logbook
+from replay.runner.non_finite import find_first_non_finite
 from replay.verdict.outcomes import Outcome, Verdict
 from tests.helpers.made_records import cost, record
 from tests.helpers.made_replays import MadeReplay
@@ -82,7 +83,9 @@ def write_log(
         books[pass_record.rank].write(pass_record)
     if exit_code is not None:
         values = None if verdict is None else verdict.to_dict()
-        books[0].finish(RunEnd(statistics=summarize(records), verdict=values), exit_code=exit_code)
+        first_tensor = find_first_non_finite(records)
+        end = RunEnd(statistics=summarize(records), verdict=values, first_non_finite=first_tensor)
+        books[0].finish(end, exit_code=exit_code)
     for book in books:
         book.close()
     return folder

@@ -114,22 +114,18 @@ class ScanGroup:
             more = f", and {pluralise(len(failed) - 1, 'more pass')}" if failed[1:] else ""
             message = f"pass {first.index + 1}, {first.source}: {first.error_type}: {first.error}{more}"
             return replace(ended, state=GroupState.FAILED, said=message)
-        verdict_values = None if run is None or run.end is None else run.end.verdict
-        verdict = read_section(Verdict, verdict_values, source=f"{log}: verdict")
+        end = None if run is None else run.end
+        verdict = read_section(Verdict, None if end is None else end.verdict, source=f"{log}: verdict")
         # With a verdict, the exit code 1 means that a file before the group's inputs is damaged.
-        if verdict is None or child.exit_code not in (0, 1):
+        if end is None or verdict is None or child.exit_code not in (0, 1):
             return replace(ended, state=GroupState.FAILED, said=child.error)
-        tensors = (
-            f"pass {record.index + 1}, {record.source}: {record.first_non_finite}"
-            for record in records
-            if record.first_non_finite is not None
-        )
+        tensor = end.first_non_finite
         return replace(
             ended,
             state=GroupState.DONE,
             outcome=verdict.outcome,
             said=_describe_verdict(verdict),
-            not_finite=next(tensors, ""),
+            not_finite="" if tensor is None else f"pass {tensor.index + 1}, {tensor.source}: {tensor.what}",
         )
 
 
