@@ -62,7 +62,8 @@ def estimate_divergence(log_probs_BA: Tensor, reference_BA: Tensor, old_BA: Tens
         case KlEstimator.K3:
             return torch.expm1(-log_ratio_BA) + log_ratio_BA
         case KlEstimator.K3_WEIGHTED:
-            return _compute_ratio(log_probs_BA, old_BA) * (torch.expm1(-log_ratio_BA) + log_ratio_BA)
+            k3_BA = estimate_divergence(log_probs_BA, reference_BA, old_BA, KlEstimator.K3)
+            return _compute_ratio(log_probs_BA, old_BA) * k3_BA
 
 
 def _compute_ratio(log_probs_BA: Tensor, old_BA: Tensor) -> Tensor:

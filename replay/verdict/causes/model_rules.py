@@ -316,17 +316,8 @@ def find_unstated_difference(evidence: CauseEvidence) -> Cause | None:
         )
     if (own_tokens := _find_own_tokens_as_labels(evidence, first)) is not None:
         return own_tokens
-    compared = evidence.find_pass(first)
-    is_of_objective = compared is not None and compared.replayed.tried_losses is not None
-    if is_of_objective and {finding.name for finding in wrong} == {LOSS} and not _were_tokens_judged(evidence):
-        return Cause(
-            name=CauseName.OBJECTIVE,
-            sureness=Sureness.MAY_BE,
-            sentence=f"the noted loss is not the replay's, {name_time(first)}; without log-probs of the job nothing "
-            "tells another objective from another forward",
-            try_next="compare the line `loss` with the settings of the job's objective; then the line `layer`",
-            explains=ALL_FINDINGS,
-        )
+    if (objective := _find_noted_loss_alone(evidence, first)) is not None:
+        return objective
     if evidence.is_forward_wrong:
         where = "the forward gives other numbers"
         rest = "code of the job that leaves no trace in the model's modules, or weights that no sample shows"
@@ -340,6 +331,23 @@ def find_unstated_difference(evidence: CauseEvidence) -> Cause | None:
         sureness=Sureness.MAY_BE,
         sentence=f"{where}, {name_time(first)}, and nothing that was recorded says why: {rest}",
         try_next="the command in the line `layer`, with the job's own code",
+        explains=ALL_FINDINGS,
+    )
+
+
+def _find_noted_loss_alone(evidence: CauseEvidence, first: PassVerdict) -> Cause | None:
+    """Say that a loss of an objective alone is wrong, where no log-prob of the job tells whether its forward is."""
+    compared = evidence.find_pass(first)
+    if compared is None or compared.replayed.tried_losses is None or _were_tokens_judged(evidence):
+        return None
+    if {finding.name for verdict, finding in evidence.wrong if verdict is first} != {LOSS}:
+        return None
+    return Cause(
+        name=CauseName.OBJECTIVE,
+        sureness=Sureness.MAY_BE,
+        sentence=f"the noted loss is not the replay's, {name_time(first)}; without log-probs of the job nothing tells "
+        "another objective from another forward",
+        try_next="compare the line `loss` with the settings of the job's objective; then the line `layer`",
         explains=ALL_FINDINGS,
     )
 
