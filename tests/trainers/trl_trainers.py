@@ -65,16 +65,24 @@ def sft(folder: Path, *, is_detached: bool = False, **more: Any) -> list[float]:
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 
+def train(trainer: Any) -> list[float]:
+    """Train, and return what the trainer kept of each pass."""
+    kept: list[float] = []
+    trainer.kept = kept
+    trainer.train()
+    return kept
+
+
 class CompletionsDPO(DPOTrainer):  # type: ignore[misc]
     """Keeps what it computed: minus the mean log-prob of the completions' tokens."""
 
-    means: list[float]
+    kept: list[float]
 
     def _compute_loss(self, model: Any, inputs: dict[str, torch.Tensor], return_outputs: bool) -> Any:
         result = super()._compute_loss(model, inputs, return_outputs)
         sums = [self._metrics["train"][f"logps/{side}"][-1] for side in ("chosen", "rejected")]
         num_tokens = int(inputs["completion_mask"][:, 1:].sum())
-        self.means.append(-sum(sums) * (len(inputs["input_ids"]) // 2) / num_tokens)
+        self.kept.append(-sum(sums) * (len(inputs["input_ids"]) // 2) / num_tokens)
         return result
 
 
@@ -89,17 +97,13 @@ def make_dpo(cls: type[DPOTrainer], folder: Path, **more: Any) -> DPOTrainer:
 
 
 def dpo(folder: Path) -> list[float]:
-    trainer = make_dpo(CompletionsDPO, folder)
-    means: list[float] = []
-    trainer.means = means
-    trainer.train()
-    return means
+    return train(make_dpo(CompletionsDPO, folder))
 
 
 class NotedDPO(DPOTrainer):  # type: ignore[misc]
-    """As docs/start.md says of it."""
+    """As docs/start.md says of it. Keeps its losses."""
 
-    losses: list[float]
+    kept: list[float]
 
     def _compute_loss(self, model: Any, inputs: dict[str, torch.Tensor], return_outputs: bool) -> Any:
         noted = {name: inputs[name] for name in ("ref_chosen_logps", "ref_rejected_logps")}
@@ -107,22 +111,18 @@ class NotedDPO(DPOTrainer):  # type: ignore[misc]
         result = super()._compute_loss(model, inputs, return_outputs)
         loss = result[0] if return_outputs else result
         capture.note(loss=loss)
-        self.losses.append(loss.item())
+        self.kept.append(loss.item())
         return result
 
 
 def noted_dpo(folder: Path) -> list[float]:
-    trainer = make_dpo(NotedDPO, folder, precompute_ref_log_probs=True, learning_rate=1e-3)
-    losses: list[float] = []
-    trainer.losses = losses
-    trainer.train()
-    return losses
+    return train(make_dpo(NotedDPO, folder, precompute_ref_log_probs=True, learning_rate=1e-3))
 
 
 class CompletionsGRPO(GRPOTrainer):  # type: ignore[misc]
     """Keeps what it computed under autograd: minus the mean log-prob of the completions' tokens."""
 
-    means: list[float]
+    kept: list[float]
 
     def _get_per_token_logps_and_entropies(
         self, model: Any, input_ids: torch.Tensor, attention_mask: torch.Tensor, logits_to_keep: int, *a: Any, **k: Any
@@ -130,7 +130,7 @@ class CompletionsGRPO(GRPOTrainer):  # type: ignore[misc]
         result = super()._get_per_token_logps_and_entropies(model, input_ids, attention_mask, logits_to_keep, *a, **k)
         if torch.is_grad_enabled():
             real = attention_mask[:, -logits_to_keep:].bool()
-            self.means.append(-result[0][real].mean().item())
+            self.kept.append(-result[0][real].mean().item())
         return result
 
 
@@ -147,20 +147,16 @@ def make_grpo(cls: type[GRPOTrainer], folder: Path, **more: Any) -> GRPOTrainer:
 
 
 def grpo(folder: Path) -> list[float]:
-    trainer = make_grpo(CompletionsGRPO, folder, beta=0.1)
-    means: list[float] = []
-    trainer.means = means
-    trainer.train()
-    return means
+    return train(make_grpo(CompletionsGRPO, folder, beta=0.1))
 
 
 NOTED = "advantages", "old_per_token_logps", "ref_per_token_logps"
 
 
 class NotedGRPO(GRPOTrainer):  # type: ignore[misc]
-    """The trainer of docs/start.md."""
+    """The trainer of docs/start.md. Keeps its losses."""
 
-    losses: list[float]
+    kept: list[float]
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
         noted = {name: inputs[name] for name in NOTED if inputs.get(name) is not None}
@@ -169,18 +165,14 @@ class NotedGRPO(GRPOTrainer):  # type: ignore[misc]
         capture.note_next(action_mask=inputs["completion_mask"], **noted)
         loss: torch.Tensor = super()._compute_loss(model, inputs)
         capture.note(loss=loss)
-        self.losses.append(loss.item())
+        self.kept.append(loss.item())
         return loss
 
 
 def noted_grpo(folder: Path) -> list[float]:
     """Take two steps of two passes on each batch of samples: from the second one on the policy is not the old one."""
     trained = {"steps_per_generation": 4, "gradient_accumulation_steps": 2, "learning_rate": 1e-3, "max_steps": 4}
-    trainer = make_grpo(NotedGRPO, folder, beta=0.1, **trained)
-    losses: list[float] = []
-    trainer.losses = losses
-    trainer.train()
-    return losses
+    return train(make_grpo(NotedGRPO, folder, beta=0.1, **trained))
 
 
 def main(folder: Path, kind: str) -> None:
